@@ -1,0 +1,44 @@
+# Every target sets up what it needs: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup demo test check format benchmarks clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "stitch needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/stitch demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m coverage run -m pytest $(ARGS)
+	@$(BIN)/python -m coverage combine --quiet 2>/dev/null || true
+	@$(BIN)/python -m coverage report --skip-covered --skip-empty --sort=cover | tail -n 30
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+benchmarks: setup
+	$(BIN)/python -m benchmarks.publish --json
+	$(BIN)/python -m benchmarks.proxy --json
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
