@@ -1,0 +1,26 @@
+"""What all tests share: no network look-ups, one thread a process, the real data where it is at hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Folder of real weight changes (`base.safetensors`, `adam1e6/stepNNN.npz`); skips where absent."""
+    given = os.environ.get("STITCH_REAL_DATA")
+    place = Path(given) if given else Path(__file__).parents[2] / "shared" / "data" / "rl-smollm2"
+    if not (place / "base.safetensors").exists():
+        pytest.skip("the real weight changes are not at hand; set STITCH_REAL_DATA to their folder")
+    return place
