@@ -1,0 +1,1 @@
+"""The engine port, its HTTP form, and one adapter per engine."""

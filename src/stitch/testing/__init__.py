@@ -1,0 +1,1 @@
+"""Fakes, fault injection and contract suites that users of the ports can run."""
