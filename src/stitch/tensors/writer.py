@@ -59,9 +59,9 @@ def write_checkpoint(
     """Write a directory that transformers loads: `model.safetensors`, or shards with an index.
 
     Shards hold at most `max_shard_bytes` of tensor data unless one tensor is larger. The small
-    files beside the weights of `assets_from` come along. The directory appears whole or not at all; one
-    that exists and is not empty is replaced only with `overwrite` (it may be what `reader` reads).
-    Raises as `write_safetensors` does.
+    files beside the weights of `assets_from` come along. The directory appears whole or not at all;
+    one that exists and is not empty is replaced only with `overwrite` (it may be what `reader`
+    reads from). Raises as `write_safetensors` does.
     """
     target = Path(directory)
     check_replaceable(target, overwrite=overwrite)
