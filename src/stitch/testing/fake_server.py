@@ -126,7 +126,7 @@ class _Server:
             "completion_tokens": len(tokens),
             "prompt_tokens_details": {"cached_tokens": int(any(t.cached for t in tokens))},
         }
-        headers = {}
+        headers: dict[str, str] = {}
         if self._engine.stamps_versions:
             choice["weight_versions"] = stamps.spans_json(versions)
             answer |= stamps.stamp_json([versions])
