@@ -22,7 +22,7 @@ COMPOSERS = {
     "mirror": MIRROR,
     "publish": MIRROR | {"mirror"},
     "replica": MIRROR | {"mirror", "config"},
-    "client": BOTTOM | {"board"},
+    "client": BOTTOM | {"board", "config"},
     "config": BOTTOM,
 }
 PRODUCT = MIRROR | set(COMPOSERS)
