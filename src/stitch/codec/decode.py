@@ -1,0 +1,162 @@
+"""From patch files and the weights they start from to an update set, trusting nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stitch.codec.buckets import check_bucket, check_disjoint
+from stitch.codec.changes import bounds_by_slice
+from stitch.codec.compose import compact
+from stitch.codec.digest import DigestState, update_gain
+from stitch.codec.encodings import DecodedChanges, Encoding, OldWords, encoding_named
+from stitch.codec.patch import Entry, PatchHeader, payload_checksum, read_header
+from stitch.codec.pool import ordered
+from stitch.codec.update import TensorUpdate, UpdateSet
+from stitch.codec.words import Lanes
+from stitch.errors import BaseMismatchError, CorruptPatchError, SchemaMismatchError
+from stitch.tensors.reader import WeightReader
+from stitch.types import Schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    entry: Entry
+    encoding: Encoding
+    payload: memoryview
+    what: str
+
+
+def decode_parts(
+    parts: Sequence[bytes | memoryview],
+    weights: WeightReader,
+    before: DigestState,
+    *,
+    digest_after: str | None = None,
+    threads: int | None = None,
+) -> tuple[UpdateSet, DigestState]:
+    """Decode all parts of one patch against the weights it starts from; writes nothing.
+
+    `parts` may come in any order. `before` is the digest state of `weights`; `digest_after` is the
+    version digest that the result must have, on top of the one that the last part states.
+
+    Returns the update set and the digest state after it. Raises BaseMismatchError if the patch
+    starts from other weights, UnsupportedFormatError for a format version or encoding of a later
+    release, and CorruptPatchError for anything else that is wrong.
+    """
+    if before.schema.digest != weights.schema.digest:
+        raise SchemaMismatchError("the digest state is of another schema than the weights")
+    schema = weights.schema
+    ordered_parts = _check_parts(parts, schema, before.version_digest())
+    jobs = [job for view, header in ordered_parts for job in _jobs(view, header)]
+    for job in jobs:
+        check_bucket(job.entry.bucket, schema)
+    check_disjoint((job.entry.bucket for job in jobs), schema)
+    updates: list[TensorUpdate] = []
+    gains = np.zeros_like(before.lanes)
+
+    def work(job: _Job) -> list[tuple[TensorUpdate, Lanes]]:
+        return [(update, update_gain(update, weights)) for update in _decode(job, weights)]
+
+    for results in ordered(work, jobs, threads):
+        for update, gain in results:
+            updates.append(update)
+            gains[update.tensor] += gain
+    after = before.plus(gains)
+    _check_after(after, ordered_parts[-1][1].digest_after, digest_after)
+    return UpdateSet(sorted(updates, key=lambda update: (update.tensor, update.first))), after
+
+
+def _check_parts(
+    parts: Sequence[bytes | memoryview], schema: Schema, digest: str
+) -> list[tuple[memoryview, PatchHeader]]:
+    """Views and headers by part number: one whole patch, for these weights."""
+    pairs = [(memoryview(data).cast("B"), read_header(data)) for data in parts]
+    pairs.sort(key=lambda pair: pair[1].part)
+    headers = [header for _, header in pairs]
+    numbers = [header.part for header in headers]
+    if numbers != list(range(len(numbers))) or not numbers:
+        raise CorruptPatchError(f"a patch needs each of its parts once, from 0; got {numbers}")
+    if [header.last for header in headers] != [False] * (len(headers) - 1) + [True]:
+        raise CorruptPatchError(f"the last of {len(headers)} parts is missing or not the last")
+    for header in headers:
+        if header.schema_digest != schema.digest:
+            raise BaseMismatchError(
+                f"patch part {header.part} is for weights of schema {header.schema_digest}, these "
+                f"have schema {schema.digest}; it belongs to another model or view"
+            )
+        if header.digest_before != digest:
+            raise BaseMismatchError(
+                f"patch part {header.part} starts from weights with digest "
+                f"{header.digest_before}, these have {digest}; apply the patches between them "
+                "first, or start again from the base or an anchor"
+            )
+    if sum(header.num_elements for header in headers) != schema.num_elements:
+        raise CorruptPatchError(
+            f"the parts together compared {sum(h.num_elements for h in headers)} elements, the "
+            f"schema has {schema.num_elements}"
+        )
+    return pairs
+
+
+def _jobs(view: memoryview, header: PatchHeader) -> Iterator[_Job]:
+    for number, entry in enumerate(header.buckets):
+        what = f"patch part {header.part}, bucket {number} ({entry.bucket})"
+        encoding = encoding_named(entry.encoding, what)
+        payload = view[entry.offset : entry.offset + entry.num_bytes]
+        yield _Job(entry=entry, encoding=encoding, payload=payload, what=what)
+
+
+def _decode(job: _Job, weights: WeightReader) -> list[TensorUpdate]:
+    entry = job.entry
+    found = payload_checksum(job.payload)
+    if found != entry.checksum:
+        raise CorruptPatchError(
+            f"{job.what}: payload has checksum {found}, the table says {entry.checksum}"
+        )
+    old = OldWords(bucket=entry.bucket, weights=weights)
+    decoded = job.encoding.decode(
+        job.payload, num_changed=entry.num_changed, old=old, what=job.what
+    )
+    return list(_tensor_updates(entry, decoded))
+
+
+def _tensor_updates(entry: Entry, decoded: DecodedChanges) -> Iterator[TensorUpdate]:
+    """The bucket's changes, slice by slice; slices without changes are left out."""
+    bucket = entry.bucket
+    if decoded.positions is None:
+        offset = 0
+        for piece in bucket.slices:
+            end = offset + piece.num_elements
+            whole = TensorUpdate(
+                tensor=piece.tensor,
+                positions=None,
+                start=piece.start,
+                new=decoded.new[offset:end],
+                old=decoded.old[offset:end],
+            )
+            kept = compact(whole)
+            if kept is not None:
+                yield kept
+            offset = end
+        return
+    rows = bounds_by_slice(bucket, decoded.positions)
+    for piece, (lo, hi, offset) in zip(bucket.slices, rows, strict=True):
+        if hi > lo:
+            yield TensorUpdate(
+                tensor=piece.tensor,
+                positions=decoded.positions[lo:hi] - (offset - piece.start),
+                new=decoded.new[lo:hi],
+                old=decoded.old[lo:hi],
+            )
+
+
+def _check_after(after: DigestState, stated: str | None, wanted: str | None) -> None:
+    found = after.version_digest()
+    for source, digest in (("its last part", stated), ("its manifest", wanted)):
+        if digest is not None and digest != found:
+            raise CorruptPatchError(
+                f"the patch leads to weights with digest {found}, {source} says {digest}"
+            )

@@ -1,0 +1,294 @@
+"""From two readers of one schema to patch files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stitch.codec import kernels
+from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, plan_buckets
+from stitch.codec.changes import BucketChanges, bounds_by_slice, find_changes
+from stitch.codec.digest import DigestState, first_word
+from stitch.codec.encodings import ENCODINGS
+from stitch.codec.patch import FORMAT, Entry, PatchHeader, payload_checksum, write_part
+from stitch.codec.pool import ordered
+from stitch.codec.update import TensorUpdate, UpdateSet
+from stitch.codec.words import Lanes
+from stitch.errors import SchemaMismatchError, UsageError
+from stitch.tensors.reader import Progress, WeightReader
+from stitch.types import PatchStats, Schema
+
+DEFAULT_PART_BYTES = 64 << 20
+_SURELY_GAPS, _SURELY_DENSE = 0.12, 0.25
+"""`auto` picks by density outside these bounds, and by trying both between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    bucket: Bucket
+    encoding: str
+    num_changed: int
+    payload: bytes
+    gains: list[tuple[int, Lanes]]
+    """(tensor, what its digest lanes gain)."""
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """A part being filled."""
+
+    number: int
+    encoded: list[_Encoded] = field(default_factory=list)
+    num_elements: int = 0
+    num_absent: int = 0
+    num_bytes: int = 0
+
+    def add(self, result: _Encoded) -> None:
+        self.num_elements += result.bucket.num_elements
+        if result.num_changed:
+            self.encoded.append(result)
+            self.num_bytes += len(result.payload)
+        else:
+            self.num_absent += 1
+
+
+class PatchEncoder:
+    """Encodes the changes from `old` to `new` as one or more patch files.
+
+    Each bucket of `new` is read once; `before` is the digest state of `old`, computed here if it
+    is not given. Peak extra memory: one part, and a few buckets.
+    """
+
+    def __init__(
+        self,
+        old: WeightReader,
+        new: WeightReader,
+        *,
+        before: DigestState | None = None,
+        encoding: str = "auto",
+        threads: int | None = None,
+        progress: Progress | None = None,
+        max_part_bytes: int | None = DEFAULT_PART_BYTES,
+        max_bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
+        embed_schema: bool = False,
+    ) -> None:
+        check_same_schema(old.schema, new.schema)
+        if encoding != "auto" and encoding not in ENCODINGS:
+            raise UsageError(f"encoding {encoding!r} is not one of auto, {', '.join(ENCODINGS)}")
+        if before is not None and before.schema.digest != old.schema.digest:
+            raise SchemaMismatchError("the digest state is of another schema than the weights")
+        self._old, self._new, self._schema = old, new, old.schema
+        self._encoding, self._threads, self._progress = encoding, threads, progress
+        self._max_part_bytes, self._embed_schema = max_part_bytes, embed_schema
+        self._buckets = plan_buckets(self._schema, max_bucket_elements)
+        self._before = before
+        self._after: DigestState | None = None
+        self._stats: PatchStats | None = None
+
+    @property
+    def before(self) -> DigestState:
+        """Digest state of `old`."""
+        if self._before is None:
+            self._before = DigestState.of(self._old, threads=self._threads)
+        return self._before
+
+    @property
+    def after(self) -> DigestState:
+        """Digest state of `new`; known once `parts` is exhausted."""
+        if self._after is None:
+            raise UsageError("PatchEncoder.after is known only after parts() is exhausted")
+        return self._after
+
+    @property
+    def stats(self) -> PatchStats:
+        """Over all parts; known once `parts` is exhausted."""
+        if self._stats is None:
+            raise UsageError("PatchEncoder.stats is known only after parts() is exhausted")
+        return self._stats
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield each patch file. Unchanged weights still give exactly one."""
+        before = self.before
+        gains = np.zeros_like(before.lanes)
+        encodings: Counter[str] = Counter()
+        done_bytes = num_changed = num_bytes = 0
+        part = _Part(number=0)
+        for result in ordered(self._encode, self._buckets, self._threads):
+            if self._is_full(part, result):
+                data = self._write(part, before, None)
+                num_bytes += len(data)
+                yield data
+                del data
+                part = _Part(number=part.number + 1)
+            part.add(result)
+            for tensor, gain in result.gains:
+                gains[tensor] += gain
+            encodings[result.encoding] += 1
+            num_changed += result.num_changed
+            done_bytes += result.bucket.num_bytes
+            if self._progress:
+                self._progress(done_bytes, self._schema.num_bytes)
+        after = before.plus(gains)
+        data = self._write(part, before, after)
+        self._after = after
+        self._stats = PatchStats(
+            num_elements=self._schema.num_elements,
+            num_changed=num_changed,
+            num_bytes=num_bytes + len(data),
+            encodings=dict(sorted(encodings.items())),
+        )
+        yield data
+
+    def _is_full(self, part: _Part, result: _Encoded) -> bool:
+        if self._max_part_bytes is None or not part.encoded:
+            return False
+        return part.num_bytes + len(result.payload) > self._max_part_bytes
+
+    def _encode(self, bucket: Bucket) -> _Encoded:
+        changes = find_changes(bucket, self._old, self._new)
+        if not changes.num_changed:
+            return _Encoded(bucket=bucket, encoding="absent", num_changed=0, payload=b"", gains=[])
+        name, payload = encode_changes(changes, self._encoding)
+        return _Encoded(
+            bucket=bucket,
+            encoding=name,
+            num_changed=changes.num_changed,
+            payload=payload,
+            gains=list(digest_gains(changes)),
+        )
+
+    def _write(self, part: _Part, before: DigestState, after: DigestState | None) -> bytes:
+        entries = [
+            Entry(
+                bucket=result.bucket,
+                encoding=result.encoding,
+                num_changed=result.num_changed,
+                offset=0,
+                num_bytes=len(result.payload),
+                checksum=payload_checksum(result.payload),
+            )
+            for result in part.encoded
+        ]
+        header = PatchHeader(
+            format=FORMAT,
+            part=part.number,
+            last=after is not None,
+            schema_digest=self._schema.digest,
+            digest_before=before.version_digest(),
+            digest_after=None if after is None else after.version_digest(),
+            num_elements=part.num_elements,
+            num_absent=part.num_absent,
+            buckets=tuple(entries),
+            schema=self._schema if self._embed_schema else None,
+        )
+        return write_part(header, [result.payload for result in part.encoded])
+
+
+def check_same_schema(old: Schema, new: Schema) -> None:
+    """Raise SchemaMismatchError naming the first differences."""
+    if old.digest == new.digest:
+        return
+    ours, theirs = {str(s) for s in old.tensors}, {str(s) for s in new.tensors}
+    raise SchemaMismatchError(
+        "old and new weights have different tensors: "
+        f"only in old {sorted(ours - theirs)[:5]}, only in new {sorted(theirs - ours)[:5]}"
+    )
+
+
+def encode_changes(changes: BucketChanges, encoding: str) -> tuple[str, bytes]:
+    """(encoding name, payload) of a bucket with changes."""
+    if encoding != "auto":
+        return encoding, ENCODINGS[encoding].encode(changes)
+    if changes.density < _SURELY_GAPS:
+        return "gaps", ENCODINGS["gaps"].encode(changes)
+    dense = ENCODINGS["dense"].encode(changes)
+    if changes.density > _SURELY_DENSE:
+        return "dense", dense
+    gaps = ENCODINGS["gaps"].encode(changes)
+    return ("gaps", gaps) if len(gaps) <= len(dense) else ("dense", dense)
+
+
+def digest_gains(changes: BucketChanges) -> Iterator[tuple[int, Lanes]]:
+    """(tensor, what its digest lanes gain) for each slice with changes."""
+    bucket = changes.bucket
+    rows = bounds_by_slice(bucket, changes.positions)
+    for piece, old, (lo, hi, offset) in zip(bucket.slices, changes.old_slices, rows, strict=True):
+        if hi > lo:
+            local = changes.positions[lo:hi] - offset
+            first = first_word(piece.start, bucket.word_bytes)
+            yield piece.tensor, kernels.sum_change(old, first, local, changes.new[lo:hi])
+
+
+def encode_patch(
+    old: WeightReader,
+    new: WeightReader,
+    *,
+    before: DigestState | None = None,
+    encoding: str = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+    embed_schema: bool = True,
+) -> tuple[bytes, PatchStats]:
+    """One patch file with everything, for `stitch diff`."""
+    encoder = PatchEncoder(
+        old,
+        new,
+        before=before,
+        encoding=encoding,
+        threads=threads,
+        progress=progress,
+        max_part_bytes=None,
+        embed_schema=embed_schema,
+    )
+    (data,) = encoder.parts()
+    return data, encoder.stats
+
+
+def diff_update(
+    old: WeightReader,
+    new: WeightReader,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> UpdateSet:
+    """The update set from `old` to `new`, without a patch in between."""
+    check_same_schema(old.schema, new.schema)
+    schema = old.schema
+    updates: list[TensorUpdate] = []
+    done = 0
+
+    def work(bucket: Bucket) -> tuple[Bucket, list[TensorUpdate]]:
+        return bucket, list(_updates_of(find_changes(bucket, old, new)))
+
+    for bucket, found in ordered(work, plan_buckets(schema), threads):
+        updates += found
+        done += bucket.num_bytes
+        if progress:
+            progress(done, schema.num_bytes)
+    return UpdateSet(sorted(updates, key=lambda update: (update.tensor, update.first)))
+
+
+def _updates_of(changes: BucketChanges) -> Iterator[TensorUpdate]:
+    bucket = changes.bucket
+    rows = bounds_by_slice(bucket, changes.positions)
+    for at, (piece, (lo, hi, offset)) in enumerate(zip(bucket.slices, rows, strict=True)):
+        if hi == lo:
+            continue
+        if (hi - lo) * (8 + 2 * bucket.word_bytes) > piece.num_elements * 2 * bucket.word_bytes:
+            whole = TensorUpdate(
+                tensor=piece.tensor,
+                positions=None,
+                start=piece.start,
+                new=changes.new_slices[at].copy(),
+                old=changes.old_slices[at].copy(),
+            )
+            yield whole
+            continue
+        yield TensorUpdate(
+            tensor=piece.tensor,
+            positions=changes.positions[lo:hi] - (offset - piece.start),
+            new=changes.new[lo:hi],
+            old=changes.old[lo:hi],
+        )

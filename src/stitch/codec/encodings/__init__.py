@@ -1,0 +1,28 @@
+"""Encodings of one bucket's changes, one module each.
+
+To add one: a class with the two methods of :class:`~stitch.codec.encodings.port.Encoding`, an entry
+in ENCODINGS, a section in docs/format.md, a numpy reference and golden files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stitch.codec.encodings.dense import Dense
+from stitch.codec.encodings.gaps import Gaps
+from stitch.codec.encodings.port import DecodedChanges, Encoding, OldWords
+from stitch.errors import UnsupportedFormatError
+
+__all__ = ["ENCODINGS", "DecodedChanges", "Encoding", "OldWords", "encoding_named"]
+
+ENCODINGS: Mapping[str, Encoding] = {"gaps": Gaps(), "dense": Dense()}
+"""Name in the table -> encoding. A bucket without changes is absent from the table."""
+
+
+def encoding_named(name: str, what: str) -> Encoding:
+    """The encoding, or UnsupportedFormatError."""
+    if name not in ENCODINGS:
+        raise UnsupportedFormatError(
+            f"{what}: encoding {name!r:.60} is not one of {', '.join(ENCODINGS)}"
+        )
+    return ENCODINGS[name]

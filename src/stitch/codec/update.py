@@ -1,0 +1,142 @@
+"""Update sets: the changed positions of each tensor with their old and new words.
+
+They are absolute (words, not differences), so applying one twice is harmless and undoing one is
+writing the old words back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stitch.codec.words import Positions, Words
+from stitch.errors import UsageError
+from stitch.types import Schema
+
+if TYPE_CHECKING:
+    from stitch.tensors.host import HostWeights
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorUpdate:
+    """Changes to one tensor (`tensor` is its schema index).
+
+    positions: (k,) int64, strictly ascending flat word positions in the tensor; `start` is unused.
+    Or None: every word of [start, start + k), of which some may be unchanged.
+    new, old: (k,) words.
+    """
+
+    tensor: int
+    positions: Positions | None
+    start: int = 0
+    new: Words
+    old: Words
+
+    def __post_init__(self) -> None:
+        sizes = {self.new.size, self.old.size}
+        if self.positions is not None:
+            sizes.add(self.positions.size)
+        if len(sizes) != 1 or self.new.dtype != self.old.dtype:
+            raise UsageError(
+                f"update of tensor {self.tensor}: positions, new and old words differ in number or "
+                f"dtype ({sorted(sizes)}, {self.new.dtype}, {self.old.dtype})"
+            )
+
+    @property
+    def stop(self) -> int:
+        """For an update without positions: one past its last word."""
+        return self.start + self.new.size
+
+    @property
+    def first(self) -> int:
+        """The lowest position written. The update must not be empty."""
+        return self.start if self.positions is None else int(self.positions[0])
+
+    @property
+    def last(self) -> int:
+        """The highest position written. The update must not be empty."""
+        return self.stop - 1 if self.positions is None else int(self.positions[-1])
+
+    @cached_property
+    def num_changed(self) -> int:
+        """Words whose bits differ."""
+        return int(np.count_nonzero(self.new != self.old))
+
+    @property
+    def num_bytes(self) -> int:
+        positions = 0 if self.positions is None else self.positions.nbytes
+        return int(self.new.nbytes + self.old.nbytes + positions)
+
+    def flat_positions(self) -> Positions:
+        """(k,) the positions, made explicit."""
+        if self.positions is None:
+            return np.arange(self.start, self.stop, dtype=np.int64)
+        return self.positions
+
+    def write(self, target: Words, values: Words) -> None:
+        """Put `values` (k,) at this update's places of the whole tensor `target`."""
+        if not values.size:
+            return
+        if self.first < 0 or self.last >= target.size or target.dtype != values.dtype:
+            raise UsageError(
+                f"update of tensor {self.tensor} writes {values.dtype} words {self.first} to "
+                f"{self.last}; the tensor has {target.size} {target.dtype} words"
+            )
+        if self.positions is None:
+            target[self.start : self.stop] = values
+        else:
+            target[self.positions] = values
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateSet:
+    """Updates ordered by (tensor, first position), none empty, none sharing a word."""
+
+    updates: list[TensorUpdate]
+
+    @cached_property
+    def num_changed(self) -> int:
+        """Words whose bits differ, over all tensors."""
+        return sum(update.num_changed for update in self.updates)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by positions and words."""
+        return sum(update.num_bytes for update in self.updates)
+
+    def apply(self, weights: HostWeights) -> None:
+        """Write the new words in place."""
+        for update in self.updates:
+            update.write(weights.words_at(update.tensor), update.new)
+
+    def undo(self, weights: HostWeights) -> None:
+        """Write the old words in place."""
+        for update in self.updates:
+            update.write(weights.words_at(update.tensor), update.old)
+
+    @staticmethod
+    def compose(sets: Sequence[UpdateSet]) -> UpdateSet:
+        """One update set with the effect of `sets` in order; see :mod:`stitch.codec.compose`."""
+        from stitch.codec.compose import compose
+
+        return compose(sets)
+
+    def to_bytes(self, schema: Schema) -> bytes:
+        """A self-contained form; see docs/format.md, "Update sets"."""
+        from stitch.codec.update_wire import to_bytes
+
+        return to_bytes(self, schema)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview, schema: Schema) -> UpdateSet:
+        """Read :meth:`to_bytes`, trusting nothing. Words and positions are views into `data`.
+
+        Raises CorruptPatchError, UnsupportedFormatError or SchemaMismatchError.
+        """
+        from stitch.codec.update_wire import from_bytes
+
+        return from_bytes(data, schema)
