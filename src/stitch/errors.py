@@ -144,5 +144,14 @@ class NoReplicaError(RetryableError):
     """No replica met the request's constraint before its deadline."""
 
 
+class StreamBrokenError(RetryableError):
+    """A stream ended early, after output had been seen; what was received stands."""
+
+
 class RequestFailedError(UsageError):
     """The engine rejected the request; the message carries status and body."""
+
+    def __init__(self, message: str, *, status: int | None = None, body: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body

@@ -1,0 +1,67 @@
+"""What a request brings back: the engine's JSON and the weight versions that produced it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stitch.types import VersionSpan
+
+START_HEADER = "X-Stitch-Version-Start"
+END_HEADER = "X-Stitch-Version-End"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One finished answer."""
+
+    body: dict[str, Any]
+    """The engine's JSON answer, as it came."""
+    version_start: int | None
+    """Version the engine served when it began; None when the server does not stamp versions."""
+    version_end: int | None
+    """Version the engine served when it ended."""
+    run: str | None
+    """Run that the versions belong to."""
+    replica: str
+    """Id of the replica that answered."""
+    attempts: int
+    """Requests sent for this answer, the successful one included."""
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The choices of a completion; empty for other answers."""
+        choices = self.body.get("choices")
+        return choices if isinstance(choices, list) else []
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each choice, of a completion or of a chat."""
+        return [_text(choice) for choice in self.choices]
+
+    def spans(self, choice: int = 0) -> tuple[VersionSpan, ...]:
+        """Which output tokens of `choice` came from which version; empty if not reported."""
+        rows = self.choices[choice].get("weight_versions") or ()
+        return tuple(VersionSpan(row["version"], row["start"], row["end"]) for row in rows)
+
+
+def stamped_versions(
+    body: Mapping[str, Any], headers: Mapping[str, str]
+) -> tuple[int | None, int | None]:
+    """Start and end version of an answer: from its JSON, else from its headers."""
+    start = _version(body.get("weight_version_start"), headers.get(START_HEADER))
+    end = _version(body.get("weight_version_end"), headers.get(END_HEADER))
+    return start, end
+
+
+def _version(number: object, header: str | None) -> int | None:
+    if isinstance(number, int) and not isinstance(number, bool):
+        return number
+    return int(header) if header is not None and header.isdecimal() else None
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else choice.get("text")
+    return text if isinstance(text, str) else ""
