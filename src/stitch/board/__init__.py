@@ -1,0 +1,23 @@
+"""The board: an append-only log of immutable versions in an object store."""
+
+from stitch.board.board import Board, open_board
+from stitch.board.creation import Patience, probe_create_if_absent
+from stitch.board.log import Run
+from stitch.board.routes import AnchorStep, PatchStep, Route, Step, plan_route
+from stitch.board.store import ObjectInfo, ObjectStore, PutMode
+
+__all__ = [
+    "AnchorStep",
+    "Board",
+    "ObjectInfo",
+    "ObjectStore",
+    "PatchStep",
+    "Patience",
+    "PutMode",
+    "Route",
+    "Run",
+    "Step",
+    "open_board",
+    "plan_route",
+    "probe_create_if_absent",
+]

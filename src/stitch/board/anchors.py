@@ -1,0 +1,215 @@
+"""Anchors: whole versions as files. The board moves the files and does not look into them.
+
+A file `model-00001-of-00002.safetensors` of a checkpoint directory is stored as
+`anchor-<attempt>-model-00001-of-00002.safetensors`, so that two writers of one anchor cannot
+meet; fetching takes the prefix off again. A sharded checkpoint's index is stored like a shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+from stitch.board import blobs, keys
+from stitch.board.creation import Patience, create_record
+from stitch.board.store import ObjectStore
+from stitch.board.store_errors import store_error
+from stitch.errors import (
+    BaseMismatchError,
+    CorruptRecordError,
+    UsageError,
+)
+from stitch.records import AnchorRecord, BlobRef
+from stitch.types import VersionRef
+
+log = logging.getLogger("stitch.board")
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_ANCHOR_BYTES = 16 * 2**20
+
+_STORED_NAME = re.compile(r"anchor-[0-9a-zA-Z]+-(.+)")
+
+
+def stored_name(name: str, attempt: str) -> str:
+    return f"anchor-{attempt}-{name}"
+
+
+def local_name(stored: str) -> str:
+    """Name of an anchor file inside a checkpoint directory."""
+    found = _STORED_NAME.fullmatch(stored)
+    return keys.segment(found.group(1) if found else stored, "anchor file")
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The weight files of a checkpoint directory, the index first if there is one."""
+    shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise UsageError(f"{directory} holds no safetensors files, so it cannot become an anchor")
+    index = directory / INDEX_NAME
+    return [index, *shards] if index.is_file() else shards
+
+
+def put_anchor_file(
+    store: ObjectStore,
+    run: str,
+    version: int,
+    name: str,
+    path: Path,
+    attempt: str,
+    patience: Patience,
+) -> BlobRef:
+    stored = stored_name(name, attempt)
+    return blobs.put_blob(store, keys.blob(run, version, stored), stored, path, patience)
+
+
+def new_attempt() -> str:
+    return secrets.token_hex(8)
+
+
+def read_anchor(store: ObjectStore, ref: VersionRef) -> AnchorRecord | None:
+    """The anchor of a version, or None. CorruptRecordError if its record is damaged."""
+    key = keys.anchor(ref.run, ref.version)
+    data = store.get(key, max_bytes=MAX_ANCHOR_BYTES)
+    return None if data is None else _parse(data, key, ref)
+
+
+def _parse(data: bytes, key: str, ref: VersionRef) -> AnchorRecord:
+    record = AnchorRecord.parse(data, key)
+    if record.ref != ref:
+        raise CorruptRecordError(f"{key}: fields run and version say {record.ref}, wanted {ref}")
+    names = [local_name(file.name).lower() for file in record.files]
+    if len(set(names)) != len(names):
+        raise CorruptRecordError(f"{key}: field files names one checkpoint file twice")
+    return record
+
+
+def commit_anchor(
+    store: ObjectStore, record: AnchorRecord, digest: str, patience: Patience
+) -> AnchorRecord:
+    """Create the anchor's record and return it, or the equivalent one that was there first.
+
+    BaseMismatchError if `record`, or what is there, is not of the version's `digest`.
+    """
+    _require_digest(record, digest)
+    key = keys.anchor(record.run, record.version)
+    data = record.to_json_bytes()
+    _parse(data, key, record.ref)
+    for file in record.files:
+        blobs.require_blob(store, keys.blob(record.run, record.version, file.name), file, patience)
+    found = create_record(store, key, data, patience)
+    if found is None:
+        return record
+    earlier = _parse(found, key, record.ref)
+    _require_digest(earlier, digest)
+    return earlier
+
+
+def _require_digest(record: AnchorRecord, digest: str) -> None:
+    if record.digest != digest:
+        raise BaseMismatchError(
+            f"anchor of {record.ref} has digest {record.digest}, but the version has {digest}"
+        )
+
+
+def list_anchors(store: ObjectStore, run: str) -> list[int]:
+    """Versions that have an anchor record, ascending as numbers; stray names are ignored."""
+    found = set()
+    for info in store.list_objects(keys.versions_folder(run)):
+        match info.key.split("/"):
+            case [_, "v", folder, "anchor.json"]:
+                version = keys.parse_number(folder)
+                if version is not None:
+                    found.add(version)
+    return sorted(found)
+
+
+def fetch_files(
+    store: ObjectStore,
+    wanted: list[tuple[str, str, BlobRef]],
+    directory: Path,
+    progress: Progress | None,
+    patience: Patience,
+) -> Path:
+    """Fetch (key, local name, ref) files into `directory`, which appears whole or not at all.
+
+    Size and BLAKE3 of each are checked while it streams to disk. `directory` must be missing or
+    empty. Raises CorruptBlobError naming the key, or StoreFullError.
+    """
+    total_bytes = sum(ref.num_bytes for _, _, ref in wanted)
+    done_bytes = 0
+    with _new_directory(directory) as scratch:
+        for key, name, ref in wanted:
+            for num_bytes in _fetch_file(store, key, ref, scratch / name, patience):
+                done_bytes += num_bytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+    return directory
+
+
+def _fetch_file(
+    store: ObjectStore, key: str, ref: BlobRef, path: Path, patience: Patience
+) -> Iterator[int]:
+    """Stream one blob to `path`, yielding the size of each piece."""
+    chunks = _open(store, key, patience)
+    hasher = blake3()
+    num_bytes = 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            num_bytes += len(chunk)
+            if num_bytes > ref.num_bytes:
+                break
+            hasher.update(chunk)
+            file.write(chunk)
+            yield len(chunk)
+        blobs.check_size(key, num_bytes, ref)
+        blobs.check_hash(key, hasher.hexdigest(), ref)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(store: ObjectStore, key: str, patience: Patience) -> Iterator[bytes]:
+    for _ in patience.tries():
+        chunks = store.stream(key)
+        if chunks is not None:
+            return chunks
+    raise blobs.missing(key)
+
+
+@contextmanager
+def _new_directory(directory: Path) -> Iterator[Path]:
+    """A private folder beside `directory` that takes its place when the block succeeds."""
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UsageError(f"{directory} exists and is not an empty directory")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        try:
+            yield scratch
+            _sync_folder(scratch)
+            scratch.rename(directory)
+            _sync_folder(directory.parent)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise store_error(error, "write", directory.name) from error
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""A board: its runs and epochs, and how one is opened."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from stitch.board import blobs, keys
+from stitch.board.creation import (
+    MAX_RECORD_BYTES,
+    Patience,
+    create_record,
+    probe_create_if_absent,
+)
+from stitch.board.directory import open_directory
+from stitch.board.epochs import Epochs
+from stitch.board.log import Run
+from stitch.board.schemas import pack_schema
+from stitch.board.store import ObjectStore, memory_store
+from stitch.errors import CorruptRecordError, RunExistsError, RunNotFoundError, UsageError
+from stitch.records import BlobRef, EpochRecord, RunRecord
+from stitch.types import Schema, check_run_name
+
+
+class Board:
+    """The runs and epochs in one object store. Thread-safe."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        patience: Patience | None = None,
+        sweep: Callable[[float], int] = lambda older_than_s: 0,
+    ) -> None:
+        self.store = store
+        self.patience = patience or Patience()
+        self._sweep = sweep
+        self._epochs = Epochs(store, self.patience)
+        self._checked = False
+        self._check_lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def __repr__(self) -> str:
+        return f"Board({self.url!r})"
+
+    def runs(self) -> list[str]:
+        """Names of all runs, sorted. Folders without a `run.json` are not runs."""
+        names = [name for name in self.store.list_folders("") if keys.is_run_name(name)]
+        return [name for name in names if self.store.head(keys.run_record(name)) is not None]
+
+    def create_run(self, record: RunRecord, schema: Schema) -> Run:
+        """Create the run that `record` describes; its assets must have been put before.
+
+        Raises RunExistsError if the name is taken, and StoreUnsuitableError if the store does not
+        keep create-if-absent.
+        """
+        if schema.digest != record.schema_digest:
+            raise UsageError(
+                f"run {record.run!r}: the record names schema {record.schema_digest}, "
+                f"but the schema's digest is {schema.digest}"
+            )
+        key = keys.run_record(record.run)
+        data = record.to_json_bytes()
+        RunRecord.parse(data, key)
+        self.check_store()
+        for ref in record.assets:
+            asset_key = keys.asset(record.run, ref.name, ref.blake3)
+            blobs.require_blob(self.store, asset_key, ref, self.patience)
+        schema_key = keys.schema(record.run, schema.digest)
+        self.store.put(schema_key, pack_schema(schema), mode="create")
+        found = create_record(self.store, key, data, self.patience)
+        if found is not None:
+            raise RunExistsError(f"{key}: the board already has run {_who_made(found, key)}")
+        return Run(self, record)
+
+    def open_run(self, name: str) -> Run:
+        """The run `name`. RunNotFoundError lists runs with similar names."""
+        key = keys.run_record(check_run_name(name))
+        data = self.store.get(key, max_bytes=MAX_RECORD_BYTES)
+        if data is None:
+            raise RunNotFoundError(f"board {self.url} has no run {name!r}: {self._near(name)}")
+        record = RunRecord.parse(data, key)
+        if record.run != name:
+            raise CorruptRecordError(f"{key}: field run is {record.run!r}, wanted {name!r}")
+        return Run(self, record)
+
+    def _near(self, name: str) -> str:
+        names = self.runs()
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:10]
+        return f"it has {', '.join(near)}" if near else "it has no runs at all"
+
+    def put_asset(self, run: str, name: str, data: bytes) -> BlobRef:
+        """Store a small file that belongs to the run's checkpoints, before or after create_run."""
+        ref = blobs.ref_of(name, data)
+        key = keys.asset(run, name, ref.blake3)
+        return blobs.put_blob(self.store, key, name, data, self.patience)
+
+    def current_epoch(self, after: int = 0) -> EpochRecord | None:
+        """The highest epoch, None if none began; one request while `after` is the highest."""
+        return self._epochs.current(after)
+
+    def begin_epoch(self, run: str, writer: str) -> EpochRecord:
+        """Begin the next epoch: `writer` publishes now, and `run` is the board's current run."""
+        self.check_store()
+        return self._epochs.begin(run, writer)
+
+    def check_store(self) -> None:
+        """Once per board: StoreUnsuitableError unless the store keeps create-if-absent."""
+        with self._check_lock:
+            if not self._checked:
+                probe_create_if_absent(self.store)
+                self._checked = True
+
+    def sweep_temporaries(self, older_than_s: float = 3600.0) -> int:
+        """Delete what killed writers left in a directory store; how many files that were."""
+        return self._sweep(older_than_s)
+
+
+def _who_made(data: bytes, key: str) -> str:
+    record = RunRecord.parse(data, key)
+    return f"{record.run!r}, created by {record.writer} from {record.base}"
+
+
+def open_board(
+    where: str | Path, *, create: bool = True, patience: Patience | None = None
+) -> Board:
+    """Open the board at a directory, a `file://` address or `memory://NAME`.
+
+    A missing directory is made if `create` is set, else StoreUnsuitableError. Boards of one
+    memory name share their content within the process.
+    """
+    address = str(where)
+    if isinstance(where, Path) or "://" not in address:
+        return _directory_board(Path(where), create, patience)
+    parts = urlsplit(address)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return _directory_board(Path(unquote(parts.path)), create, patience)
+    if parts.scheme == "memory":
+        return Board(memory_store(parts.netloc + parts.path), patience=patience)
+    raise UsageError(
+        f"a board at {parts.scheme}:// is not supported: give a directory, file:///PATH "
+        "or memory://NAME"
+    )
+
+
+def _directory_board(root: Path, create: bool, patience: Patience | None) -> Board:
+    if not str(root).strip() or root == Path():
+        root = Path.cwd()
+    store = open_directory(root.expanduser().absolute(), create=create)
+    return Board(store, patience=patience, sweep=store.sweep_temporaries)

@@ -1,0 +1,92 @@
+"""Epochs: who may publish. `epochs/<n>.json` is created, never changed; the highest number wins.
+
+No clock is involved: a publisher is fenced off by the existence of a higher number.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from stitch.board import keys
+from stitch.board.creation import Patience, create_record
+from stitch.board.sequence import last_in_sequence
+from stitch.board.store import ObjectStore
+from stitch.errors import CorruptRecordError
+from stitch.records import EpochRecord
+from stitch.types import MAX_VERSION
+
+log = logging.getLogger("stitch.board")
+
+MAX_EPOCH_BYTES = 2**20
+
+
+class Epochs:
+    """The epochs of one board. Thread-safe."""
+
+    def __init__(self, store: ObjectStore, patience: Patience) -> None:
+        self._store = store
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._records: dict[int, EpochRecord | None] = {}
+        self._highest = 0
+
+    def current(self, after: int = 0) -> EpochRecord | None:
+        """The highest epoch, or None if none began. One request if `after` still is the highest.
+
+        A damaged epoch record keeps its number but names nobody: the one below it counts.
+        """
+        with self._lock:
+            known = max(after, self._highest)
+        number = last_in_sequence(self._exists, known, limit=MAX_VERSION)
+        with self._lock:
+            if number > after:
+                self._highest = max(number, self._highest)
+        while number > 0:
+            record = self._read(number)
+            if record is not None:
+                return record
+            number -= 1
+        return None
+
+    def begin(self, run: str, writer: str) -> EpochRecord:
+        """Create the next epoch for `run` and `writer`, above every epoch there is."""
+        number = last_in_sequence(self._exists, self._highest, limit=MAX_VERSION)
+        while True:
+            number += 1
+            record = EpochRecord(epoch=number, run=run, writer=writer, created_unix_s=time.time())
+            key = keys.epoch(number)
+            data = record.to_json_bytes()
+            EpochRecord.parse(data, key)
+            if create_record(self._store, key, data, self._patience) is None:
+                with self._lock:
+                    self._records[number] = record
+                    self._highest = max(self._highest, number)
+                log.info("event=epoch_began epoch=%d run=%s writer=%s", number, run, writer)
+                return record
+
+    def _exists(self, number: int) -> bool:
+        with self._lock:
+            if number in self._records:
+                return True
+        key = keys.epoch(number)
+        data = self._store.get(key, max_bytes=MAX_EPOCH_BYTES)
+        if data is None:
+            return False
+        record: EpochRecord | None = None
+        try:
+            record = EpochRecord.parse(data, key)
+            if record.epoch != number:
+                raise CorruptRecordError(f"{key}: field epoch is {record.epoch}, wanted {number}")
+        except CorruptRecordError as error:
+            log.warning("event=damaged_epoch key=%s error=%s", key, error)
+            record = None
+        with self._lock:
+            self._records[number] = record
+        return True
+
+    def _read(self, number: int) -> EpochRecord | None:
+        self._exists(number)
+        with self._lock:
+            return self._records.get(number)

@@ -1,0 +1,244 @@
+"""One run's log on a board: an append-only sequence of versions. See docs/protocol.md."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stitch.board import anchors, blobs, heartbeats, keys
+from stitch.board.anchors import Progress
+from stitch.board.heads import Heads
+from stitch.board.manifests import Manifests
+from stitch.board.schemas import read_schema
+from stitch.errors import BaseMismatchError, SchemaMismatchError, UsageError, VersionNotFoundError
+from stitch.failpoints import reach
+from stitch.records import AnchorRecord, BlobRef, Heartbeat, Manifest, RunRecord
+from stitch.types import Schema, VersionRef
+
+if TYPE_CHECKING:
+    from stitch.board.board import Board
+
+
+class Run:
+    """One run of a board. Thread-safe. Made by Board.create_run and Board.open_run."""
+
+    def __init__(self, board: Board, record: RunRecord) -> None:
+        self.board = board
+        self.name = record.run
+        self.record = record
+        self._store = board.store
+        self._patience = board.patience
+        self._heads = Heads(board.store, record.run)
+        self._manifests = Manifests(board.store, record.run, self._heads, board.patience)
+        self._schema: Schema | None = None
+        self._schema_lock = threading.Lock()
+        self._durable_version = 0
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r} on {self.board.url!r})"
+
+    @property
+    def schema(self) -> Schema:
+        """The tensors of the run's view; fetched on first use, its digest checked."""
+        with self._schema_lock:
+            if self._schema is None:
+                self._schema = read_schema(self._store, self.name, self.record.schema_digest)
+            return self._schema
+
+    # --- versions --------------------------------------------------------------------------
+
+    def newest(self, after: int | None = None) -> int:
+        """The newest published version; 0 if there is only the base.
+
+        `after` must be a version that the caller knows to be published; asking again while
+        nothing follows it costs one request.
+        """
+        return self._manifests.newest(after)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a published version (cached).
+
+        Raises VersionNotFoundError, or CorruptRecordError naming key and field.
+        """
+        return self._manifests.get(version)
+
+    def manifests(self, start: int, stop: int) -> Iterator[Manifest]:
+        """Manifests of versions `start` (inclusive) to `stop` (exclusive), in order."""
+        return (self.manifest(version) for version in range(start, stop))
+
+    def digest(self, version: int) -> str:
+        """The version digest of a published version or, for 0, of the base."""
+        return self.manifest(version).digest_after if version else self.record.base_digest
+
+    def commit(self, manifest: Manifest) -> None:
+        """Publish a version: create its manifest, after checking what it rests on.
+
+        When this returns, the version is visible and durable, and so are the one before it and
+        its blobs. Raises
+        - PublishConflictError: another attempt has published this version;
+        - VersionNotFoundError: the version before it is not published, so it would leave a gap;
+        - BaseMismatchError: it does not start from what the version before it ends in;
+        - CorruptBlobError: a blob is missing or short;
+        - StoreError: the outcome is not known; committing the same manifest again finds out.
+        """
+        self._check_start(manifest)
+        for ref in manifest.blobs:
+            key = keys.blob(self.name, manifest.version, ref.name)
+            blobs.require_blob(self._store, key, ref, self._patience)
+        self._manifests.create(manifest)
+        self._durable_version = max(self._durable_version, manifest.version)
+
+    def _check_start(self, manifest: Manifest) -> None:
+        before = manifest.version - 1
+        if manifest.run != self.name:
+            raise UsageError(f"a manifest of run {manifest.run!r} cannot go to run {self.name!r}")
+        if manifest.schema_digest != self.record.schema_digest:
+            raise SchemaMismatchError(
+                f"{manifest.ref} has schema {manifest.schema_digest}, "
+                f"its run has {self.record.schema_digest}"
+            )
+        try:
+            digest = self.digest(before)
+        except VersionNotFoundError as error:
+            raise VersionNotFoundError(f"{manifest.ref} would leave a gap: {error}") from error
+        if manifest.digest_before != digest:
+            raise BaseMismatchError(
+                f"{manifest.ref} starts from digest {manifest.digest_before}, but version "
+                f"{before} is {digest}: diff against version {before} and publish again"
+            )
+        if before > self._durable_version:
+            self._manifests.make_durable(before)
+            self._durable_version = before
+
+    def write_head(self, version: int) -> None:
+        """Hint at the newest version; best effort, never a StoreError."""
+        self._heads.write(version)
+
+    # --- blobs -----------------------------------------------------------------------------
+
+    def put_blob(self, version: int, name: str, data: bytes) -> BlobRef:
+        """Store one patch file of a version to come, durably.
+
+        `name` must be unique to this attempt to publish. PublishConflictError if it is taken by
+        other content.
+        """
+        key = keys.blob(self.name, version, name)
+        ref = blobs.put_blob(self._store, key, name, data, self._patience)
+        reach("board.blob.done")
+        return ref
+
+    def read_blob(self, version: int, ref: BlobRef) -> bytes:
+        """The blob's bytes, proven by size and BLAKE3; CorruptBlobError names the key."""
+        key = keys.blob(self.name, version, ref.name)
+        return blobs.read_blob(self._store, key, ref, self._patience)
+
+    def put_asset(self, name: str, data: bytes) -> BlobRef:
+        """Store a small file; only those named in the run's record belong to its checkpoints."""
+        return self.board.put_asset(self.name, name, data)
+
+    def read_asset(self, ref: BlobRef) -> bytes:
+        """The asset's bytes, proven by size and BLAKE3."""
+        key = keys.asset(self.name, ref.name, ref.blake3)
+        return blobs.read_blob(self._store, key, ref, self._patience)
+
+    # --- heartbeats ------------------------------------------------------------------------
+
+    def put_heartbeat(self, beat: Heartbeat) -> None:
+        heartbeats.put_heartbeat(self._store, self.name, beat)
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeat of every replica, sorted by id; unreadable ones are left out."""
+        return heartbeats.heartbeats(self._store, self.name)
+
+    def delete_heartbeat(self, replica: str) -> None:
+        heartbeats.delete_heartbeat(self._store, self.name, replica)
+
+    # --- anchors ---------------------------------------------------------------------------
+
+    def anchors(self) -> list[int]:
+        """Versions stored whole, ascending."""
+        return anchors.list_anchors(self._store, self.name)
+
+    def anchor(self, version: int) -> AnchorRecord | None:
+        """The anchor of a version, None if it has none; CorruptRecordError if it is damaged."""
+        return anchors.read_anchor(self._store, VersionRef(self.name, version))
+
+    def write_anchor(
+        self,
+        version: int,
+        directory: Path,
+        *,
+        writer: str,
+        progress: Progress | None = None,
+    ) -> AnchorRecord:
+        """Store a checkpoint directory that holds `version`, and return its anchor's record.
+
+        The caller answers for the content. If the version has an anchor already, that one stays
+        and is returned. `progress` gets (bytes done, bytes in all).
+        """
+        digest = self.digest(version)
+        files = anchors.checkpoint_files(directory)
+        total_bytes = sum(path.stat().st_size for path in files)
+        attempt = anchors.new_attempt()
+        refs: list[BlobRef] = []
+        for path in files:
+            refs.append(self.put_anchor_file(version, path.name, path, attempt=attempt))
+            if progress is not None:
+                progress(sum(ref.num_bytes for ref in refs), total_bytes)
+        record = AnchorRecord(
+            run=self.name,
+            version=version,
+            digest=digest,
+            schema_digest=self.record.schema_digest,
+            files=tuple(refs),
+            num_bytes=sum(ref.num_bytes for ref in refs),
+            created_unix_s=time.time(),
+            writer=writer,
+        )
+        return self.commit_anchor(record)
+
+    def put_anchor_file(
+        self, version: int, name: str, path: Path, *, attempt: str | None = None
+    ) -> BlobRef:
+        """Store one file of a checkpoint directory by streaming it."""
+        return anchors.put_anchor_file(
+            self._store,
+            self.name,
+            version,
+            name,
+            path,
+            attempt or anchors.new_attempt(),
+            self._patience,
+        )
+
+    def commit_anchor(self, record: AnchorRecord) -> AnchorRecord:
+        """Create the anchor's record after its files; returns the one that is in force."""
+        digest = self.digest(record.version)
+        return anchors.commit_anchor(self._store, record, digest, self._patience)
+
+    def fetch_anchor(
+        self,
+        record: AnchorRecord,
+        directory: Path,
+        progress: Progress | None = None,
+    ) -> Path:
+        """Fetch an anchor and the run's assets as an ordinary checkpoint directory.
+
+        `directory` must be missing or empty and appears whole or not at all. Returns it.
+        """
+        weights = [
+            (keys.blob(self.name, record.version, ref.name), anchors.local_name(ref.name), ref)
+            for ref in record.files
+        ]
+        taken = {name.lower() for _, name, _ in weights}
+        assets = [
+            (keys.asset(self.name, ref.name, ref.blake3), ref.name, ref)
+            for ref in self.record.assets
+            if ref.name.lower() not in taken
+        ]
+        return anchors.fetch_files(
+            self._store, weights + assets, directory, progress, self._patience
+        )

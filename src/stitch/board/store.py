@@ -1,0 +1,187 @@
+"""The port to an object store, and its implementation over obstore.
+
+Errors of the store are translated here (see `store_errors`): no message of ours carries an
+address, a credential, a query string or obstore's own dump of an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import MemoryStore
+from obstore.store import ObjectStore as Backend
+
+from stitch.board.store_errors import ObjectTooLargeError, translated
+
+PutMode = Literal["create", "overwrite"]
+
+STREAM_CHUNK_BYTES = 4 * 2**20
+UPLOAD_CHUNK_BYTES = 8 * 2**20
+UPLOAD_CONCURRENCY = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    key: str
+    num_bytes: int
+
+
+class ObjectStore(Protocol):
+    """A flat map from keys to immutable bytes. All methods may be called from any thread.
+
+    Every method raises StoreError (retryable), StoreFullError or StoreUnsuitableError.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        ...
+
+    def get(self, key: str, *, max_bytes: int) -> bytes | None:
+        """The object's bytes, or None if there is no such object.
+
+        ObjectTooLargeError, before anything is read, if it is larger than `max_bytes`.
+        """
+        ...
+
+    def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
+        """Bytes [start, start + num_bytes), cut short at the object's end; None if absent."""
+        ...
+
+    def stream(self, key: str) -> Iterator[bytes] | None:
+        """The object's bytes in pieces of a few MiB, or None if there is no such object."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size of the object, or None if there is no such object."""
+        ...
+
+    def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
+        """Write the object whole or not at all, from memory or by streaming a file.
+
+        True: it is visible to every reader from now on and as durable as the store makes things.
+        False: the mode is "create" and the key was taken; what holds it is visible and durable.
+        After StoreError it may be there or not.
+        """
+        ...
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects under the folder `prefix`, in no particular order."""
+        ...
+
+    def list_folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly under the folder `prefix` ("" for the root)."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; nothing happens if there is none."""
+        ...
+
+
+class ObstoreStore:
+    """An ObjectStore over any obstore backend."""
+
+    def __init__(self, backend: Backend, url: str) -> None:
+        self._backend = backend
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def get(self, key: str, *, max_bytes: int) -> bytes | None:
+        with translated("read", key):
+            try:
+                found = obstore.get(self._backend, key)
+            except FileNotFoundError:
+                return None
+            if found.meta["size"] > max_bytes:
+                raise ObjectTooLargeError(
+                    f"{key} has {found.meta['size']} bytes, wanted at most {max_bytes}"
+                )
+            return bytes(found.bytes())
+
+    def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
+        info = self.head(key)
+        if info is None:
+            return None
+        stop = min(start + num_bytes, info.num_bytes)
+        if start >= stop:
+            return b""
+        with translated("read", key):
+            try:
+                return bytes(obstore.get_range(self._backend, key, start=start, end=stop))
+            except FileNotFoundError:
+                return None
+
+    def stream(self, key: str) -> Iterator[bytes] | None:
+        with translated("read", key):
+            try:
+                found = obstore.get(self._backend, key)
+            except FileNotFoundError:
+                return None
+            return self._chunks(key, found)
+
+    def _chunks(self, key: str, found: obstore.GetResult) -> Iterator[bytes]:
+        with translated("read", key):
+            for chunk in found.stream(min_chunk_size=STREAM_CHUNK_BYTES):
+                yield bytes(chunk)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        with translated("look up", key):
+            try:
+                meta = obstore.head(self._backend, key)
+            except FileNotFoundError:
+                return None
+            return ObjectInfo(key=key, num_bytes=meta["size"])
+
+    def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
+        with translated("write", key):
+            try:
+                obstore.put(
+                    self._backend,
+                    key,
+                    source,
+                    mode=mode,
+                    chunk_size=UPLOAD_CHUNK_BYTES,
+                    max_concurrency=UPLOAD_CONCURRENCY,
+                )
+            except AlreadyExistsError:
+                return False
+            return True
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        with translated("list", prefix):
+            for batch in obstore.list(self._backend, prefix):
+                for meta in batch:
+                    yield ObjectInfo(key=meta["path"], num_bytes=meta["size"])
+
+    def list_folders(self, prefix: str) -> list[str]:
+        with translated("list", prefix):
+            found = obstore.list_with_delimiter(self._backend, prefix or None)
+            return sorted(path.rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
+    def delete(self, key: str) -> None:
+        with translated("delete", key):
+            try:
+                obstore.delete(self._backend, key)
+            except FileNotFoundError:
+                return
+
+
+_memory_stores: dict[str, ObstoreStore] = {}
+_memory_lock = threading.Lock()
+
+
+def memory_store(name: str) -> ObstoreStore:
+    """The in-memory store `name` of this process, made on first use. For tests and trials."""
+    with _memory_lock:
+        if name not in _memory_stores:
+            _memory_stores[name] = ObstoreStore(MemoryStore(), f"memory://{name}")
+        return _memory_stores[name]
