@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from stitch.board.store import memory_store
 
 
 @pytest.fixture(params=["memory", "directory"])
-def board(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Board]:
+def board(request: pytest.FixtureRequest, tmp_path: Path) -> Board:
     """A fresh board in memory and in a directory."""
     where = f"memory://{tmp_path}" if request.param == "memory" else tmp_path / "board"
-    yield open_board(where, patience=NO_WAITS)
+    return open_board(where, patience=NO_WAITS)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class ObjectStore(Protocol):
         ...
 
     def stream(self, key: str) -> Iterator[bytes] | None:
-        """The object's bytes in pieces of a few MiB, or None if there is no such object."""
+        """The object's bytes in pieces of at most 4 MiB, or None if there is no such object."""
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -131,7 +131,8 @@ class ObstoreStore:
     def _chunks(self, key: str, found: obstore.GetResult) -> Iterator[bytes]:
         with translated("read", key):
             for chunk in found.stream(min_chunk_size=STREAM_CHUNK_BYTES):
-                yield bytes(chunk)
+                for start in range(0, len(chunk), STREAM_CHUNK_BYTES):
+                    yield bytes(chunk[start : start + STREAM_CHUNK_BYTES])
 
     def head(self, key: str) -> ObjectInfo | None:
         with translated("look up", key):
