@@ -1,0 +1,41 @@
+"""Getting a step's bytes from the board."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stitch.board import Run
+from stitch.errors import CorruptBlobError
+from stitch.records import AnchorRecord, Manifest
+from stitch.tensors import WeightReader, open_checkpoint
+from stitch.tensors.reader import Progress
+
+
+def fetch_parts(run: Run, manifest: Manifest) -> list[bytes]:
+    """All patch files of one version, checked against the manifest's sizes and BLAKE3."""
+    return [run.read_blob(manifest.version, blob) for blob in manifest.blobs]
+
+
+@contextmanager
+def fetched_anchor(
+    run: Run, anchor: AnchorRecord, scratch: Path | None, progress: Progress | None
+) -> Iterator[WeightReader]:
+    """An anchor's weights, from a copy below `scratch` that is deleted afterwards.
+
+    Its files are checked against the record's sizes and BLAKE3, its tensors against the schema;
+    the digest is left to the caller, who reads every word anyway.
+    """
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="stitch-anchor-", dir=scratch) as directory:
+        path = run.fetch_anchor(anchor, Path(directory) / "checkpoint", progress)
+        with open_checkpoint(path) as checkpoint:
+            if checkpoint.schema.digest != anchor.schema_digest:
+                raise CorruptBlobError(
+                    f"anchor {anchor.version} of run {run.name!r} holds tensors of schema "
+                    f"{checkpoint.schema.digest}, its record says {anchor.schema_digest}"
+                )
+            yield checkpoint

@@ -1,0 +1,45 @@
+"""What may be chosen about a publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from stitch.errors import UsageError
+from stitch.publish.retry import RetryPolicy
+
+WhenBusy = Literal["coalesce", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublisherSettings:
+    """The keyword arguments that Publisher.start, resume and open share."""
+
+    when_busy: WhenBusy = "coalesce"
+    """`publish` while the one before is still under way: the newest waits, or the caller does."""
+    anchor_every: int | None = None
+    """Store every n-th version whole, too."""
+    threads: int | None = None
+    """Threads that compare and encode; None: as many as there are CPUs, at most 8."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    """For each store operation."""
+    scratch: Path | None = None
+    """Where anchors are put together; None: the system's temporary directory."""
+
+    def __post_init__(self) -> None:
+        if self.when_busy not in ("coalesce", "block"):
+            raise UsageError(f"when_busy must be 'coalesce' or 'block', got {self.when_busy!r}")
+        for name in ("anchor_every", "threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} must be a positive integer or None, got {value!r}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> PublisherSettings:
+        """From keyword arguments; an unknown one raises UsageError naming those there are."""
+        known = {entry.name for entry in fields(cls)}
+        if unknown := sorted(options.keys() - known):
+            raise UsageError(f"unknown publisher options {unknown}; there are {sorted(known)}")
+        return cls(**options)
