@@ -20,7 +20,7 @@ def split_update(update: UpdateSet, max_bytes: int = MAX_PART_BYTES) -> Iterator
     batch: list[TensorUpdate] = []
     room = max_bytes
     for piece in _pieces(update, max_bytes):
-        size = _num_bytes(piece)
+        size = piece.num_bytes
         if batch and size > room:
             yield UpdateSet(batch)
             batch, room = [], max_bytes
@@ -31,7 +31,7 @@ def split_update(update: UpdateSet, max_bytes: int = MAX_PART_BYTES) -> Iterator
 
 def _pieces(update: UpdateSet, max_bytes: int) -> Iterator[TensorUpdate]:
     for item in update.updates:
-        per_word = max(1, _num_bytes(item) // max(1, len(item.new)))
+        per_word = max(1, item.num_bytes // max(1, len(item.new)))
         step = max(1, max_bytes // per_word)
         for at in range(0, len(item.new), step):
             yield _cut(item, at, min(at + step, len(item.new)))
@@ -46,11 +46,6 @@ def _cut(item: TensorUpdate, start: int, stop: int) -> TensorUpdate:
         new=item.new[start:stop],
         old=item.old[start:stop],
     )
-
-
-def _num_bytes(item: TensorUpdate) -> int:
-    positions = 0 if item.positions is None else item.positions.nbytes
-    return int(positions + item.new.nbytes + item.old.nbytes)
 
 
 class PartsBox:

@@ -63,3 +63,10 @@ def stream_event(choices: Sequence[Sequence[int | None]]) -> dict[str, object]:
         **stamp_json(choices),
         "weight_versions": [spans_json(versions) for versions in choices],
     }
+
+
+def headers(choices: Sequence[Sequence[int | None]]) -> dict[str, str]:
+    """The headers of a whole answer; empty while versions are unknown."""
+    start, end = bounds_of(choices)
+    known = {START_HEADER: start, END_HEADER: end}
+    return {name: str(value) for name, value in known.items() if value is not None}

@@ -126,14 +126,11 @@ class _Server:
             "completion_tokens": len(tokens),
             "prompt_tokens_details": {"cached_tokens": int(any(t.cached for t in tokens))},
         }
-        headers: dict[str, str] = {}
         if self._engine.stamps_versions:
             choice["weight_versions"] = stamps.spans_json(versions)
             answer |= stamps.stamp_json([versions])
-            start, end = stamps.bounds_of([versions])
-            if start is not None and end is not None:
-                headers = {stamps.START_HEADER: str(start), stamps.END_HEADER: str(end)}
-        return web.json_response(answer, headers=headers)
+        stamped = stamps.headers([versions]) if self._engine.stamps_versions else {}
+        return web.json_response(answer, headers=stamped)
 
     async def _stream(
         self, request: web.Request, tokens: AsyncGenerator[FakeToken, None], *, chat: bool
@@ -150,7 +147,7 @@ class _Server:
         if response is None:
             response = await self._begin(request, None)
         last: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-        last |= {"delta": {}} if chat else {"text": ""}
+        last["delta" if chat else "text"] = {} if chat else ""
         await self._event(response, {**self._head(chat), "choices": [last]}, 0)
         if self._engine.stamps_versions:
             await self._event(response, stamps.stream_event([versions]), 0)
