@@ -74,8 +74,13 @@ def test_our_files_are_read_by_the_library_bit_for_bit(tmp_path: Path, dtype: to
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "num_bytes"),
-    [("F4", (2, 6), 6), ("F6_E2M3", (2, 4), 6), ("F6_E3M2", (4,), 3), ("F8_E8M0", (3,), 3)]
-    + [("MYSTERY", (7, 7), 10)],
+    [
+        ("F4", (2, 6), 6),
+        ("F6_E2M3", (2, 4), 6),
+        ("F6_E3M2", (4,), 3),
+        ("F8_E8M0", (3,), 3),
+        ("MYSTERY", (7, 7), 10),
+    ],
 )
 def test_dtypes_without_a_torch_tensor_round_trip_as_bytes(
     tmp_path: Path, dtype: str, shape: tuple[int, ...], num_bytes: int

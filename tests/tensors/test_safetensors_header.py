@@ -182,10 +182,9 @@ def test_damage_anywhere_in_a_header_is_a_typed_error_or_a_consistent_schema(
         text[where : where + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     try:
         header = parse_header(bytes(text), 11, "fuzzed")
-    except CorruptCheckpointError as error:
-        assert "fuzzed" in str(error)
-    else:
-        assert sum(extent.spec.num_bytes for extent in header.extents) == 11
+    except CorruptCheckpointError:
+        return
+    assert sum(extent.spec.num_bytes for extent in header.extents) == 11
 
 
 json_values = st.recursive(

@@ -7,6 +7,7 @@ whose other name does, or is an error.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ WRAPPER_COMPONENTS = frozenset(
     {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
 """Path components that torch.compile, (D)DP, FSDP and activation checkpointing insert."""
+
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(WRAPPER_COMPONENTS))})\.")
 
 _MAX_LISTED = 8
 """Names of each kind that an error message shows."""
@@ -38,8 +41,7 @@ class NameMatch:
 
 def canonical_name(name: str) -> str:
     """`name` without wrapper components, wherever they stand but at the end."""
-    *path, leaf = name.split(".")
-    return ".".join([*(part for part in path if part not in WRAPPER_COMPONENTS), leaf])
+    return _WRAPPERS.sub("", name)
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:

@@ -240,6 +240,8 @@ def _pairs(source: object) -> Iterator[tuple[str, Any]]:
 
 def _check_plain(name: str, tensor: Any) -> None:
     """Raise UsageError unless the tensor holds its own strided data."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name!r} is not a tensor but {type(tensor)}")
     kinds = {kind.__name__ for kind in type(tensor).__mro__}
     if kinds & {"DTensor", "ShardedTensor"}:
         raise UsageError(
