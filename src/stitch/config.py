@@ -44,8 +44,9 @@ def load(
 ) -> T:
     """Build `cls` from the table `[section]` of `file`, then `STITCH_*`, then `flags`.
 
-    A later source wins. A flag that is None counts as not given. Unknown keys in the file or in
-    `flags`, missing required fields and values of the wrong type raise UsageError.
+    Section "" stands for the keys outside any table, and for `STITCH_<FIELD>`. A later source
+    wins. A flag that is None counts as not given. Unknown keys in the file or in `flags`, missing
+    required fields and values of the wrong type raise UsageError.
     """
     environment = os.environ if environment is None else environment
     values: dict[str, object] = {}
@@ -68,21 +69,35 @@ def load(
     return cls(**values)
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: Collection[str] = ()) -> None:
+def add_flags(
+    parser: argparse._ActionsContainer,
+    cls: type,
+    *,
+    skip: Collection[str] = (),
+    aliases: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
     """One `--flag` per field of `cls`; its default is None, so that :func:`load` sees what was
-    given. Fields in `skip`, and secrets, get none."""
+    given. Fields in `skip`, and secrets, get none. `aliases`: field -> a shorter flag."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.name in skip or field.metadata.get("secret"):
             continue
-        flag = "--" + field.name.replace("_", "-")
+        flags = ["--" + field.name.replace("_", "-")]
+        if field.name in aliases:
+            flags.insert(0, aliases[field.name])
         help_text = _help(field)
         if _plain(hints[field.name]) is bool:
             parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=None, help=help_text
+                *flags,
+                dest=field.name,
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help=help_text,
             )
         else:
-            parser.add_argument(flag, default=None, help=help_text, metavar=_metavar(field.name))
+            parser.add_argument(
+                *flags, dest=field.name, help=help_text, metavar=_metavar(field.name)
+            )
 
 
 def variable_name(section: str, field: str) -> str:
@@ -159,6 +174,8 @@ def _table(file: Path, section: str) -> Mapping[str, object]:
         raise UsageError(f"configuration file {file} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"configuration file {file} is not valid TOML: {error}") from None
+    if not section:
+        return {name: value for name, value in document.items() if not isinstance(value, dict)}
     table = document.get(section, {})
     if not isinstance(table, dict):
         raise UsageError(f"{file}: [{section}] must be a table, got {table!r:.100}")
@@ -185,7 +202,7 @@ def _refuse_missing(cls: type, section: str, values: Mapping[str, object]) -> No
 
 def _help(field: dataclasses.Field[Any]) -> str:
     text = str(field.metadata.get("help", ""))
-    if field.default not in (dataclasses.MISSING, None):
+    if field.default not in (dataclasses.MISSING, None, ""):
         text += f" (default: {field.default})"
     return text.replace("%", "%%")
 

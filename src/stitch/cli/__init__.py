@@ -1,0 +1,1 @@
+"""The `stitch` program: one module per verb, imported only when it is chosen."""

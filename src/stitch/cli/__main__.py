@@ -1,0 +1,7 @@
+"""`python -m stitch.cli` is `stitch`."""
+
+import sys
+
+from stitch.cli.main import main
+
+sys.exit(main())

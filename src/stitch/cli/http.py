@@ -1,0 +1,52 @@
+"""Short calls to replicas over HTTP, with the standard library; no proxy in between."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from stitch.errors import EngineUnreachableError, RequestFailedError, UsageError
+
+MAX_REPLY_BYTES = 64 * 2**20
+
+
+def post_json(url: str, *, token: str | None, timeout_s: float) -> dict[str, Any]:
+    """POST without a body and parse the reply.
+
+    Raises EngineUnreachableError if there is no reply, RequestFailedError for one that is not a
+    200 with a JSON object.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"{url!r} is not an http(s) address")
+    request = urllib.request.Request(url, data=b"", method="POST")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+    try:
+        with opener.open(request, timeout=timeout_s) as reply:
+            body = json.loads(reply.read(MAX_REPLY_BYTES))
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(1000).decode("utf-8", "replace")
+        raise RequestFailedError(
+            f"{url} answered {error.code}: {said}", status=error.code
+        ) from None
+    except ValueError as error:
+        raise RequestFailedError(f"{url} did not answer with JSON: {error}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise EngineUnreachableError(f"{url} does not answer: {reason}") from None
+    if not isinstance(body, dict):
+        raise RequestFailedError(f"{url} did not answer with a JSON object")
+    return body
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A token must not follow a redirect to somebody else."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None

@@ -1,0 +1,62 @@
+"""`stitch serve`: run a replica."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from stitch.cli import exits
+from stitch.cli.context import Context
+from stitch.config import add_flags
+from stitch.errors import UsageError
+from stitch.replica.config import ReplicaConfig
+
+DESCRIPTION = """\
+Run a replica: a proxy in front of an engine that is kept on the run's newest
+version. By default it starts the embedded engine on the model; with --engine-url it
+attaches to an engine that offers Stitch's control interface. Every setting may also
+come from the file's [serve] table or from STITCH_SERVE_<NAME>."""
+
+ALIASES = {"replica_id": "--id", "url": "--advertise-url", "poll_interval_s": "--poll-interval"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, ReplicaConfig, skip={"board", "run"}, aliases=ALIASES)
+    for name, what in (("engine", "the engine's control token"), ("admin", "the admin token")):
+        parser.add_argument(
+            f"--{name}-token-file", metavar="FILE", type=Path, help=f"file that holds {what}"
+        )
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    from stitch.replica.run import serve
+
+    if context.rest:
+        raise UsageError(f"nothing may follow `--`, got {' '.join(context.rest)!r}")
+    serve(replica_config(args, context))
+    return exits.OK
+
+
+def replica_config(args: argparse.Namespace, context: Context) -> ReplicaConfig:
+    """Flags over environment over file; tokens from the files that were named."""
+    flags: dict[str, Any] = {
+        name: value for name, value in vars(args).items() if name in ReplicaConfig.__annotations__
+    }
+    flags["board"] = context.board_address
+    flags["run"] = context.settings.run
+    for name in ("engine", "admin"):
+        file: Path | None = getattr(args, f"{name}_token_file")
+        if file is not None:
+            flags[f"{name}_token"] = read_token(file)
+    if flags.get("engine_url") and flags.get("engine") is None:
+        flags["engine"] = "attach"
+    return context.load(ReplicaConfig, "serve", flags)
+
+
+def read_token(file: Path) -> str:
+    """The token in a file, without the line's end. UsageError if there is none."""
+    token = file.read_text(encoding="utf-8").strip()
+    if not token:
+        raise UsageError(f"{file} holds no token")
+    return token
