@@ -1,0 +1,56 @@
+"""What a demo run can be told, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RUN = "demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """Choices of `stitch demo`."""
+
+    tiny: bool = False
+    """A small random model instead of a real one."""
+    model: str | None = None
+    """A model directory or a hub name; None: SmolLM2-135M-Instruct."""
+    steps: int = 8
+    """Optimiser steps, and versions, at least."""
+    work: Path | None = None
+    """Where board and logs go; None: a temporary directory, removed after a good end."""
+    report: Path = Path("demo-report.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerPlan:
+    """What the trainer process is told, as JSON."""
+
+    board: str
+    run: str
+    model: str
+    events: str
+    """JSON lines that the trainer writes for the supervisor."""
+    enough: str
+    """A file whose existence tells the trainer that `steps` will do."""
+    steps: int
+    max_steps: int
+    min_step_s: float
+    """A step takes at least this long; keeps a tiny model from outrunning the replicas' starts."""
+    num_problems: int = 4
+    group_size: int = 4
+    max_tokens: int = 24
+    seed: int = 0
+    threads: int = 1
+    deadline_s: float = 240.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def spare_cpus(taken: int) -> int:
+    """CPUs that this process may use beyond `taken`, at least 1 and at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) - taken))

@@ -1,0 +1,303 @@
+"""The demo's story: start all, add a replica late, kill one, bring it back, prove the end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stitch.board import Board, Run, open_board
+from stitch.demo.events import EventReader
+from stitch.demo.long_requests import LongRequests, post_json
+from stitch.demo.models import prepare_model
+from stitch.demo.processes import Child, child_environment, stop_all
+from stitch.demo.progress import Progress
+from stitch.demo.report import Outcome, Proof, print_report, write_report
+from stitch.demo.settings import RUN, DemoSettings, TrainerPlan, spare_cpus
+from stitch.demo.watch import FleetWatch
+from stitch.errors import FatalError, UsageError
+
+LATE, KILLED = "r3", "r2"
+REPLICAS = ("r1", KILLED, LATE)
+LATE_AT, KILL_AT = 3, 4
+TICK_S = 0.1
+LOOK_EVERY_S = 0.5
+START_TIMEOUT_S = 300.0
+CATCH_UP_TIMEOUT_S = 180.0
+VERIFY_TIMEOUT_S = 120.0
+
+
+def run_demo(settings: DemoSettings) -> int:
+    """Run the demo; 0 if every replica's weights were proven equal and no request failed."""
+    if settings.steps < KILL_AT + 2:
+        raise UsageError(f"the demo needs at least {KILL_AT + 2} steps, got {settings.steps}")
+    began_s = time.monotonic()
+    work = settings.work or Path(tempfile.mkdtemp(prefix="stitch-demo-"))
+    work.mkdir(parents=True, exist_ok=True)
+    if any(work.iterdir()):
+        raise UsageError(f"{work} is not empty; the demo wants a directory of its own")
+    with Progress() as progress:
+        model = prepare_model(settings.model, tiny=settings.tiny, work=work, say=progress.say)
+        with Fleet(settings, work, model) as fleet:
+            outcome = Story(fleet, progress).run()
+    seconds = time.monotonic() - began_s
+    report = write_report(settings.report, outcome, settings, seconds=seconds)
+    print_report(report, settings.report)
+    good = bool(report["bit_exact"]) and not report["requests"]["failed"]
+    if good and settings.work is None:
+        shutil.rmtree(work, ignore_errors=True)
+    return 0 if good else 1
+
+
+class Fleet:
+    """The demo's processes. Leaving the `with` block ends all of them."""
+
+    def __init__(self, settings: DemoSettings, work: Path, model: Path) -> None:
+        self.settings = settings
+        self.work = work
+        self.model = model
+        self.board_dir = work / "board"
+        self.enough = work / "enough"
+        self.events = EventReader(work / "trainer-events.jsonl")
+        self.children: dict[str, Child] = {}
+        self._all: list[Child] = []
+        self.board: Board = open_board(self.board_dir)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop_all(self._all)
+
+    def start_trainer(self) -> None:
+        threads = spare_cpus(taken=2)
+        plan = self.work / "trainer-plan.json"
+        plan.write_text(json.dumps(self._plan(threads).to_json(), indent=1), encoding="utf-8")
+        self._start("trainer", "stitch.demo.trainer", [str(plan)], child_environment(threads))
+
+    def start_replica(self, name: str) -> None:
+        args = ["serve", "--engine", "embedded", "--board", str(self.board_dir), "--run", RUN]
+        args += ["--model", str(self.model), "--replica-id", name, "--port", "0"]
+        args += ["--poll-interval-s", "0.2", "--heartbeat-interval-s", "1", "--threads", "1"]
+        self._start(name, "stitch.cli", args, child_environment())
+
+    def _start(self, name: str, module: str, args: list[str], environment: dict[str, str]) -> None:
+        child = Child(name, module, args, self.work / f"{name}.log", environment)
+        self.children[name] = child
+        self._all.append(child)
+
+    def _plan(self, threads: int) -> TrainerPlan:
+        settings = self.settings
+        return TrainerPlan(
+            board=str(self.board_dir),
+            run=RUN,
+            model=str(self.model),
+            events=str(self.work / "trainer-events.jsonl"),
+            enough=str(self.enough),
+            steps=settings.steps,
+            max_steps=settings.steps * (4 if settings.tiny else 2),
+            min_step_s=1.0 if settings.tiny else 0.0,
+            max_tokens=16 if settings.tiny else 24,
+            threads=threads,
+        )
+
+
+@dataclass
+class Story:
+    """What happens when. `tick` is called again and again until the trainer is done."""
+
+    fleet: Fleet
+    progress: Progress
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    started: dict[str, Any] = field(default_factory=dict)
+    final: dict[str, Any] = field(default_factory=dict)
+    newest: int = 0
+    killed_at: int | None = None
+    killed_boot: str | None = None
+    restarted: bool = False
+    _looked_s: float = 0.0
+
+    def run(self) -> Outcome:
+        fleet = self.fleet
+        self.progress.say(f"work directory: {fleet.work}")
+        self.progress.say("starting the trainer and two replicas")
+        fleet.start_trainer()
+        self._wait_for_run()
+        for name in REPLICAS:
+            if name != LATE:
+                fleet.start_replica(name)
+        self.requests = LongRequests(self._url_of, 400 if fleet.settings.tiny else 200)
+        for name in REPLICAS:
+            self.requests.start(name)
+        try:
+            while not self.final:
+                self._tick()
+            self._wait_for_all()
+            return self._prove()
+        finally:
+            self.requests.stop()
+
+    # --- while it trains -----------------------------------------------------------------------
+
+    def _wait_for_run(self) -> None:
+        """Until the trainer has put its run on the board, and its weights proved to be the base."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self.started:
+            self._hear()
+            self._check(("trainer",))
+            if time.monotonic() > deadline_s:
+                raise FatalError(f"the trainer did not start within {START_TIMEOUT_S:.0f} s")
+            _pause()
+        self.run_on_board: Run = self.fleet.board.open_run(RUN)
+        self.watch = FleetWatch(self.run_on_board)
+
+    def _tick(self) -> None:
+        self._hear()
+        self._look()
+        self._check(tuple(self.fleet.children))
+        self._act()
+        _pause()
+
+    def _hear(self) -> None:
+        """Take in what the trainer told."""
+        for event in self.fleet.events.new():
+            kind = event.pop("event")
+            if kind == "started":
+                self.started = event
+                self.progress.say(
+                    f"run {RUN!r} begins: {event['num_parameters'] / 1e6:.1f} M parameters, base "
+                    f"digest {event['digest']}"
+                )
+            elif kind == "step":
+                self.steps.append(event)
+                self.progress.step(event)
+            elif kind == "final":
+                self.final = event
+
+    def _look(self) -> None:
+        """Read the board now and then."""
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        self.watch.look()
+        self.newest = self.run_on_board.newest(self.newest)
+        self.progress.status(self.newest, self.watch.beats)
+
+    def _check(self, expected: tuple[str, ...]) -> None:
+        for name in expected:
+            child = self.fleet.children[name]
+            if name == "trainer" and child.exit_code == 0:
+                continue
+            child.check()
+
+    def _act(self) -> None:
+        """The late start, the kill, the restart, and the word to the trainer that it suffices."""
+        fleet = self.fleet
+        if LATE not in fleet.children and self.newest >= LATE_AT:
+            self.progress.say(f"version {self.newest}: starting a third replica, {LATE}")
+            fleet.start_replica(LATE)
+        elif self.killed_at is None and self.newest >= KILL_AT:
+            self._kill()
+        elif self.killed_at is not None and not self.restarted and self.newest > self.killed_at:
+            self.progress.say(f"version {self.newest}: starting {KILLED} again")
+            fleet.start_replica(KILLED)
+            self.restarted = True
+        elif self._all_there() and not fleet.enough.exists():
+            fleet.enough.touch()
+
+    def _kill(self) -> None:
+        child = self.fleet.children.pop(KILLED)
+        self.killed_at = self.newest
+        beat = self.watch.beats.get(KILLED)
+        self.killed_boot = beat.boot if beat else None
+        self.progress.say(f"version {self.newest}: SIGKILL to {KILLED} (pid {child.pid})")
+        child.kill()
+
+    def _all_there(self) -> bool:
+        """Whether the late and the restarted replica serve what was new when they began."""
+        if not self.restarted or LATE not in self.fleet.children:
+            return False
+        back = self.watch.ready_at(KILLED, KILL_AT, other_than_boot=self.killed_boot)
+        return back and self.watch.ready_at(LATE, LATE_AT)
+
+    def _url_of(self, replica: str) -> str | None:
+        """Where `replica` can be reached; None while it is known not to be there."""
+        beat = self.watch.beats.get(replica)
+        if beat is None or not beat.ready or replica not in self.fleet.children:
+            return None
+        if replica == KILLED and beat.boot == self.killed_boot and self.restarted:
+            return None
+        return beat.url
+
+    # --- afterwards ----------------------------------------------------------------------------
+
+    def _wait_for_all(self) -> None:
+        """Until every replica serves the final version."""
+        version = self.final["version"]
+        self.progress.say(f"trainer done at version {version}; waiting for the replicas")
+        deadline_s = time.monotonic() + CATCH_UP_TIMEOUT_S
+        while not all(self._at(name, version) for name in REPLICAS):
+            self._look()
+            self._check(tuple(self.fleet.children))
+            self._act()
+            if time.monotonic() > deadline_s:
+                raise FatalError(f"replicas did not reach version {version}: {self._states()}")
+            _pause()
+
+    def _at(self, name: str, version: int) -> bool:
+        boot = self.killed_boot if name == KILLED else None
+        return self.watch.ready_at(name, version, other_than_boot=boot)
+
+    def _states(self) -> str:
+        beats = self.watch.beats
+        return "; ".join(
+            f"{name}: {beats[name].state.value} at {beats[name].applied}, {beats[name].reason}"
+            if name in beats
+            else f"{name}: not seen"
+            for name in REPLICAS
+        )
+
+    def _prove(self) -> Outcome:
+        """Have every engine recompute the digest of the weights it holds."""
+        proofs = []
+        for name in REPLICAS:
+            self.progress.say(f"{name}: recomputing the digest of the weights its engine holds")
+            url = self.watch.beats[name].url
+            found = post_json(f"{url}/verify", {}, VERIFY_TIMEOUT_S)
+            proofs.append(
+                Proof(
+                    id=name,
+                    version=int(found["version"]),
+                    digest=str(found["digest"]),
+                    joined=self._joined(name),
+                    killed=name == KILLED,
+                )
+            )
+        self.watch.look()
+        self.requests.stop()
+        return Outcome(
+            trainer_version=int(self.final["version"]),
+            trainer_digest=str(self.final["digest"]),
+            base_digest=str(self.started["digest"]),
+            proofs=tuple(proofs),
+            steps=tuple(self.steps),
+            commits=tuple(self.watch.commits()),
+            manifests=tuple(self.run_on_board.manifests(1, int(self.final["version"]) + 1)),
+            view_bytes=self.run_on_board.record.num_bytes,
+            long_answers=tuple(self.requests.answers),
+            long_errors=tuple(self.requests.errors),
+            long_retried=self.requests.retried,
+            model=str(self.fleet.model),
+        )
+
+    def _joined(self, name: str) -> str:
+        return {LATE: "late", KILLED: "restarted"}.get(name, "start")
+
+
+def _pause() -> None:
+    threading.Event().wait(TICK_S)
