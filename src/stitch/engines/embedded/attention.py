@@ -64,14 +64,14 @@ class _Step(threading.local):
 _step = _Step()
 
 
-class attending:
+class Attending:
     """Context in which a forward pass on this thread uses `pool` and `rows`."""
 
     def __init__(self, pool: KeyValuePool, rows: tuple[Row, ...]) -> None:
         self._pool = pool
         self._rows = rows
 
-    def __enter__(self) -> attending:
+    def __enter__(self) -> Attending:
         _step.pool, _step.rows, _step.num_calls = self._pool, self._rows, 0
         return self
 

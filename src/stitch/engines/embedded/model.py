@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stitch.engines.embedded.attention import IMPLEMENTATION, KeyValuePool, Row, attending, register
+from stitch.engines.embedded.attention import IMPLEMENTATION, Attending, KeyValuePool, Row, register
 from stitch.engines.embedded.weights import LiveWeights
 from stitch.errors import UsageError
 from stitch.tensors import open_checkpoint
@@ -65,7 +65,7 @@ class LoadedModel:
         def on_device(numbers: list[int]) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
-        with torch.inference_mode(), attending(pool, rows) as step:
+        with torch.inference_mode(), Attending(pool, rows) as step:
             logits = self.model(
                 input_ids=on_device(tokens + [0] * padding)[None],
                 position_ids=on_device(positions + [0] * padding)[None],
