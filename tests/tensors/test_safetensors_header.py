@@ -73,11 +73,21 @@ def test_a_header_over_the_cap_is_refused_even_if_the_file_is_large_enough(tmp_p
         (b" {}", "must start with"),
         (b"[]", "must start with"),
         (b"{", "not valid JSON"),
-        (b"{}x", "not valid JSON"),
-        (b'{"a":\xff}', "not valid JSON"),
+        (b"{}x", "malformed at character 1"),
+        (b'{"a" 1}', "malformed at character 5"),
+        (b"{1:1}", "malformed at character"),
+        (b'{"a":1,}', "needs exactly"),
+        (b"{,}", "not valid JSON"),
+        (b'{"' + b"a" * 9000 + b'":1}', "exceeds 8192 characters"),
+        (b'{"a":\xff}', "not valid UTF-8"),
         (b"{" + b'"a":{' * 50_000, "nests too deeply"),
         (b'{"a":' + b"[" * 50_000, "nests too deeply"),
-        (b'{"a":1,"a":1}', "repeats the key 'a'"),
+        (
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+            b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+            "repeats the key 'a'",
+        ),
+        (b'{"__metadata__":{},"__metadata__":{}}', "repeats the key '__metadata__'"),
         (b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', "repeats the key"),
         (b'{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}', "-1"),
         (b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}', "-0"),
@@ -103,10 +113,35 @@ def test_a_header_over_the_cap_is_refused_even_if_the_file_is_large_enough(tmp_p
         (b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', "not valid Unicode"),
         ({"__metadata__": {"a": 1}}, "must map strings"),
         ({"__metadata__": []}, "must map strings"),
+        (b'{"__metadata__":{"a":"\\udfff"}}', "not valid Unicode"),
     ],
 )
 def test_a_malformed_header_is_refused(tmp_path: Path, header: object, words: str) -> None:
     assert words in refusal(tmp_path, file_bytes(header, b"\0"))
+
+
+@pytest.mark.parametrize(
+    ("start", "junk"),
+    [
+        (b"{", b'"a":0,'),
+        (b'{"a":', b"[0],"),
+        (b'{"a":[', b"0,"),
+        (b'{"a":[', b"["),
+        (b'{"a":"', b"x"),
+        (b'{"', b"x"),
+        (b'{"__metadata__":{', b'"a":"b",'),
+    ],
+)
+def test_a_large_header_full_of_junk_is_refused_fast_and_in_little_memory(
+    start: bytes, junk: bytes
+) -> None:
+    text = start + junk * (40_000_000 // len(junk))
+    tracemalloc.start()
+    with pytest.raises(CorruptCheckpointError):
+        parse_header(text, 0, "junk")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000_000
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,7 @@ class Checkpoint:
         self.path = path
         self._shards = shards
         self._homes = homes
-        self._schema = Schema.of(
-            spec for number, shard in enumerate(shards) for spec in shard.schema.tensors
-        )
+        self._schema = Schema.of(spec for shard in shards for spec in shard.schema.tensors)
 
     @property
     def schema(self) -> Schema:
@@ -88,18 +86,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     UsageError if there is no checkpoint at `path`, CorruptCheckpointError if it is malformed.
     """
     path = Path(path)
-    if path.is_dir():
-        if (path / SINGLE_NAME).exists():
-            return _open_files(path, {SINGLE_NAME: None})
-        if (path / INDEX_NAME).exists():
-            return _open_files(path, read_shard_index(path / INDEX_NAME))
-        raise UsageError(_describe_lack(path))
-    if path.name == INDEX_NAME:
-        return open_checkpoint(path.parent)
+    try:
+        if path.name == INDEX_NAME and path.is_file():
+            return _open_files(path.parent, read_shard_index(path))
+        if path.is_dir():
+            return _open_directory(path)
+    except OSError as error:
+        raise UsageError(f"cannot open {path}: {error}") from error
     if path.suffix != ".safetensors":
         raise UsageError(f"{path} is neither a .safetensors file nor a directory")
     shard = SafetensorsFile(path)
     return Checkpoint(path, [shard], dict.fromkeys(shard.schema.index, 0))
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    if (path / SINGLE_NAME).exists():
+        return _open_files(path, {SINGLE_NAME: None})
+    if (path / INDEX_NAME).exists():
+        return _open_files(path, read_shard_index(path / INDEX_NAME))
+    raise UsageError(_describe_lack(path))
 
 
 def _open_files(directory: Path, wanted: Mapping[str, frozenset[str] | None]) -> Checkpoint:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stitch.errors import CorruptCheckpointError, SchemaMismatchError
+from stitch.tensors.strict_json import METADATA, members
 from stitch.types import DTYPE_BITS, TensorSpec
 
 LENGTH_BYTES = 8
@@ -23,7 +24,6 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The format's own cap."""
 
-_METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_DIM = 2**63 - 1
 _DTYPE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
@@ -46,7 +46,7 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def parse_header(text: bytes, num_data_bytes: int, file: str) -> Header:
+def parse_header(text: bytes | memoryview, num_data_bytes: int, file: str) -> Header:
     """Check everything that a header says against the `num_data_bytes` that follow it.
 
     `file` names the source in errors. Raises CorruptCheckpointError.
@@ -57,8 +57,8 @@ def parse_header(text: bytes, num_data_bytes: int, file: str) -> Header:
         raise CorruptCheckpointError(f"{file}: {error}") from None
     except RecursionError:
         raise CorruptCheckpointError(f"{file}: the header nests too deeply") from None
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{file}: the header is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"{file}: the header is not valid UTF-8: {error}") from None
 
 
 def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -68,7 +68,7 @@ def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
     """
     entries: dict[str, object] = {}
     if metadata:
-        entries[_METADATA] = dict(sorted(metadata.items()))
+        entries[METADATA] = dict(sorted(_check_metadata(metadata).items()))
     begin = 0
     for spec in specs:
         _check_name(spec.name)
@@ -90,58 +90,41 @@ def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: (-spec.word_bytes, spec.name))
 
 
-def _parse(text: bytes, num_data_bytes: int) -> Header:
-    if not text.startswith(b"{"):
-        raise CorruptCheckpointError(f"the header must start with '{{', found {text[:1]!r}")
-    entries = json.loads(
-        text.decode("utf-8"),
-        object_pairs_hook=unique_keys,
-        parse_int=_parse_natural,
-        parse_float=_refuse_number,
-        parse_constant=_refuse_number,
-    )
-    metadata = _check_metadata(entries.pop(_METADATA, {}))
-    extents = [_parse_entry(name, entry, num_data_bytes) for name, entry in entries.items()]
-    extents.sort(key=lambda extent: (extent.begin, extent.spec.num_bytes))
-    _check_cover(extents, num_data_bytes)
-    return Header(extents=tuple(extents), metadata=metadata)
-
-
-def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A hook for `json.loads` that refuses repeated keys with CorruptCheckpointError."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise CorruptCheckpointError(f"the JSON repeats the key {key!r:.200}")
-            seen.add(key)
-    return found
-
-
-def _parse_natural(digits: str) -> int:
-    if digits.startswith("-") or len(digits) > 20:
-        raise CorruptCheckpointError(f"the header holds {digits:.40}: not a size or an offset")
-    return int(digits)
-
-
-def _refuse_number(text: str) -> int:
-    raise CorruptCheckpointError(f"the header holds {text:.40}: only whole numbers are allowed")
+def _parse(text: bytes | memoryview, num_data_bytes: int) -> Header:
+    metadata: Mapping[str, str] | None = None
+    extents: dict[str, Extent] = {}
+    for name, entry in members(str(text, "utf-8")):
+        if name in extents or (name == METADATA and metadata is not None):
+            raise CorruptCheckpointError(f"the JSON repeats the key {name!r:.200}")
+        if name == METADATA:
+            metadata = _check_metadata(entry)
+        else:
+            extents[name] = _parse_entry(name, entry, num_data_bytes)
+    ordered = sorted(extents.values(), key=lambda extent: (extent.begin, extent.spec.num_bytes))
+    _check_cover(ordered, num_data_bytes)
+    return Header(extents=tuple(ordered), metadata=metadata or {})
 
 
 def _check_metadata(metadata: object) -> Mapping[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CorruptCheckpointError(f"{_METADATA} must map strings to strings")
+    if not isinstance(metadata, Mapping) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CorruptCheckpointError(f"{METADATA} must map strings to strings")
+    for text in (*metadata, *metadata.values()):
+        _check_unicode(text)
     return metadata
 
 
 def _check_name(name: str) -> None:
-    if not name or name == _METADATA or "\0" in name:
+    if not name or name == METADATA or "\0" in name:
         raise CorruptCheckpointError(f"a tensor cannot be named {name!r:.200}")
+    _check_unicode(name)
+
+
+def _check_unicode(text: str) -> None:
+    """JSON escapes can spell half of a surrogate pair, which no file could hold again."""
     try:
-        name.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise CorruptCheckpointError(f"tensor name {name!r:.200} is not valid Unicode") from None
+        raise CorruptCheckpointError(f"{text!r:.200} is not valid Unicode") from None
 
 
 def _parse_entry(name: str, entry: object, num_data_bytes: int) -> Extent:

@@ -31,8 +31,8 @@ class SafetensorsFile:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._fd = os.open(self.path, flags)
-        except OSError as error:
-            raise UsageError(f"cannot open {self.path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise UsageError(f"cannot open {str(self.path)!r}: {error}") from error
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
             self._read_header()
@@ -58,9 +58,9 @@ class SafetensorsFile:
                 f"{self.path}: the first 8 bytes give a header of {length} bytes, at most {limit} "
                 "are possible: not a safetensors file, or a truncated one"
             )
-        text = self._pread(LENGTH_BYTES, np.empty(length, np.uint8), "the header").tobytes()
+        text = self._pread(LENGTH_BYTES, np.empty(length, np.uint8), "the header")
         self._data_start = LENGTH_BYTES + length
-        header = parse_header(text, num_bytes - self._data_start, str(self.path))
+        header = parse_header(text.data, num_bytes - self._data_start, str(self.path))
         self._metadata = header.metadata
         self._begins = {extent.spec.name: extent.begin for extent in header.extents}
         self._schema = Schema.of(extent.spec for extent in header.extents)

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stitch.errors import CorruptCheckpointError
-from stitch.tensors.header import unique_keys
+from stitch.tensors.strict_json import unique_keys
 from stitch.types import BLOB_NAME
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 256 << 20
+MAX_INDEX_BYTES = 64 << 20
 
 
 def read_shard_index(path: Path) -> Mapping[str, frozenset[str]]:
