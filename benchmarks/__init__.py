@@ -1,0 +1,1 @@
+"""Benchmarks: each prints one JSON object with `python -m benchmarks.NAME --json`."""

@@ -1,0 +1,64 @@
+"""Which headers cross the proxy, in each direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from multidict import CIMultiDict
+
+from stitch.replica.framing import Head
+
+START = "X-Stitch-Version-Start"
+END = "X-Stitch-Version-End"
+RUN = "X-Stitch-Run"
+MIN = "X-Stitch-Min-Version"
+EXACT = "X-Stitch-Exact-Version"
+
+HOP_BY_HOP = frozenset({
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+    b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+})  # fmt: skip
+"""RFC 9110, section 7.6.1, and the old Proxy-Connection."""
+
+_NOT_UPSTREAM = HOP_BY_HOP | {
+    b"host", b"content-length", b"accept-encoding", b"expect",
+    b"content-encoding",  # the server has decoded the body
+    MIN.lower().encode(), EXACT.lower().encode(), RUN.lower().encode(),
+}  # fmt: skip
+_NOT_DOWNSTREAM = HOP_BY_HOP | {name.lower().encode() for name in (START, END, RUN)}
+
+
+def to_engine(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """A request's end-to-end headers; the engine is asked not to compress."""
+    lowered = [(name.lower(), value) for name, value in fields]
+    dropped = _NOT_UPSTREAM | named_by_connection(lowered)
+    kept = [field for field in lowered if field[0] not in dropped]
+    kept.append((b"accept-encoding", b"identity"))
+    return kept
+
+
+def to_client(head: Head) -> CIMultiDict[str]:
+    """An answer's end-to-end headers without the engine's own stamps."""
+    dropped = _NOT_DOWNSTREAM | named_by_connection(head.fields)
+    return CIMultiDict(
+        [
+            (name.decode("ascii").title(), value.decode("utf-8", "replace"))
+            for name, value in head.fields
+            if name not in dropped
+        ]
+    )
+
+
+def named_by_connection(fields: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    """Header names that a Connection header declares to be for this hop only."""
+    named: set[bytes] = set()
+    for name, value in fields:
+        if name == b"connection":
+            named.update(token.strip() for token in value.lower().split(b","))
+    return named
+
+
+def version(head: Head, name: str) -> int | None:
+    """A version number that the engine put into a header."""
+    text = head.get(name.lower().encode())
+    return int(text) if text is not None and text.isdigit() else None

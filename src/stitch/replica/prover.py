@@ -1,0 +1,153 @@
+"""Establishing what the engine really serves, before any version is claimed.
+
+The mirror is loaded from the checkpoint that the engine was started from; the engine recomputes
+its digest from its live weights and the two must agree. An engine that survived its sidecar is
+checked against the version it is labelled with. An engine with other weights than the run's base
+can be brought onto the run through an anchor, if what it holds is known exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from stitch.board import Run
+from stitch.codec import UpdateSet
+from stitch.engines.port import EngineDescription
+from stitch.errors import BaseMismatchError, EngineUnreachableError, FatalReplicaError
+from stitch.mirror import Mirror
+from stitch.records import AnchorRecord
+from stitch.replica.committer import Committer
+from stitch.replica.state import ReplicaStatus
+from stitch.replica.worker import Worker
+from stitch.tensors import open_checkpoint
+from stitch.types import ReplicaState, VersionRef
+from stitch.views import ViewReader
+
+log = logging.getLogger("stitch.replica.prover")
+
+
+class Prover:
+    """Makes a mirror that provably equals the engine's weights."""
+
+    def __init__(
+        self,
+        status: ReplicaStatus,
+        committer: Committer,
+        worker: Worker,
+        *,
+        model: Path,
+        scratch: Path | None,
+        threads: int,
+        busy_budget_s: float,
+    ) -> None:
+        self._status = status
+        self._committer = committer
+        self._engine = committer.engine
+        self._worker = worker
+        self._model = model
+        self._scratch = scratch
+        self._threads = threads
+        self._busy_budget_s = busy_budget_s
+
+    async def prove(self, run: Run) -> Mirror:
+        """Bind the engine to a version of `run` and return the mirror at that version.
+
+        Raises FatalReplicaError when the weights are not the run's and cannot be brought there.
+        """
+        self._status.move(ReplicaState.VERIFYING, f"loading {self._model}")
+        mirror = await self._worker.run(self._load, run)
+        now = await self._settled()
+        self._status.engine = now
+        self._check_schema(run, now, mirror)
+        self._status.move(ReplicaState.VERIFYING, "comparing the engine's weights with the run")
+        async with self._committer.lock:
+            try:
+                await self._bind(run, mirror, now.ref)
+            except BaseMismatchError as error:
+                mismatch = error
+            else:
+                return mirror
+        await self._enter_by_anchor(run, mirror, mismatch)
+        return mirror
+
+    def _load(self, run: Run) -> Mirror:
+        with open_checkpoint(self._model) as checkpoint:
+            reader = ViewReader(checkpoint, run.record.view)
+            return Mirror.load(reader, threads=self._threads)
+
+    async def _settled(self) -> EngineDescription:
+        """The engine's state once nothing of an earlier sidecar is under way or staged."""
+        deadline_s = time.monotonic() + self._busy_budget_s
+        while True:
+            now = await self._engine.describe()
+            if now.state == "failed":
+                raise FatalReplicaError("the engine reports that it failed; restart it")
+            if now.state == "ready":
+                break
+            if time.monotonic() > deadline_s:
+                raise EngineUnreachableError(f"the engine stays in state {now.state!r}")
+            await asyncio.sleep(0.1)
+        if now.staged is not None:
+            await self._engine.discard()
+        return now
+
+    def _check_schema(self, run: Run, now: EngineDescription, mirror: Mirror) -> None:
+        wanted = run.schema.digest
+        for who, found in (
+            (f"the checkpoint {self._model}", mirror.schema.digest),
+            ("the engine", now.schema_digest),
+        ):
+            if found != wanted:
+                raise FatalReplicaError(
+                    f"{who} has other tensors than run {run.name!r} (view {run.record.view!r}): "
+                    f"schema digest {found}, expected {wanted}; serve the run's base, "
+                    f"{run.record.base}"
+                )
+
+    async def _bind(self, run: Run, mirror: Mirror, label: VersionRef | None) -> None:
+        """Prove the engine's label, or the base if it has none; BaseMismatchError if it is off."""
+        ref = mirror.identify(run)
+        if label is not None and label.run == run.name and label.version > 0:
+            self._status.move(ReplicaState.VERIFYING, f"proving that the engine serves {label}")
+            await self._worker.run(
+                mirror.advance, run, label.version, scratch=self._scratch, threads=self._threads
+            )
+            ref = label
+        await self._engine.bind(ref, mirror.digest)
+        self._status.run, self._status.applied = run.name, ref.version
+
+    async def _enter_by_anchor(self, run: Run, mirror: Mirror, mismatch: BaseMismatchError) -> None:
+        """Replace whatever the engine holds by an anchor of the run; it serves nothing meanwhile.
+
+        The label it gets until then names its content, so the stage's old-bits check has a base
+        and no version is claimed.
+        """
+        anchor = await self._worker.run(_newest_anchor, run)
+        if anchor is None:
+            raise FatalReplicaError(
+                f"{mismatch}; the board holds no anchor of the run to enter by: start the engine "
+                f"from the run's base ({run.record.base}), or write one with `stitch anchor`"
+            ) from mismatch
+        held = await self._engine.verify()
+        if held.digest != mirror.digest:
+            raise FatalReplicaError(
+                f"{mismatch}; the engine holds digest {held.digest} while its checkpoint "
+                f"{self._model} has {mirror.digest}, so what it serves is not known: restart it"
+            ) from mismatch
+        log.warning(
+            "event=entering_by_anchor run=%s anchor=%d reason=%s",
+            run.name, anchor.version, mismatch,
+        )  # fmt: skip
+        self._status.move(ReplicaState.VERIFYING, f"fetching anchor {anchor.version}")
+        label = VersionRef(f"unproven-{mirror.digest[:16]}", 0)
+        await self._engine.bind(label, mirror.digest)
+        update: UpdateSet = await self._worker.run(mirror.jump, run, anchor, self._scratch)
+        await self._committer.apply(label, VersionRef(run.name, anchor.version), update)
+
+
+def _newest_anchor(run: Run) -> AnchorRecord | None:
+    versions = run.anchors()
+    return run.anchor(max(versions)) if versions else None

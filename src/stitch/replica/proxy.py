@@ -1,0 +1,239 @@
+"""The reverse proxy: admit, forward, stamp.
+
+One request takes this way: read the body, find its constraint, pass the gate, put the cache salt
+in, send it to the engine, and send the answer back with the versions it began and ended on. JSON
+answers are collected and stamped; event streams and everything else pass through as they arrive.
+A client that leaves cancels the handler, which closes the engine's connection at once.
+
+Chosen by measurement: see "Proxy" in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from stitch.errors import ConstraintError, EngineUnreachableError
+from stitch.replica import headers as hdr
+from stitch.replica.answers import broken_start_answer, error_answer, refusal_answer
+from stitch.replica.body import RequestBody, merge_constraints, read_body
+from stitch.replica.engine_http import EngineAnswer, EngineClient
+from stitch.replica.framing import Head
+from stitch.replica.gate import Gate, NotAdmittedError
+from stitch.replica.replica_metrics import ReplicaMetrics
+from stitch.replica.routes import Route
+from stitch.replica.salt import salted
+from stitch.replica.stamps import StreamStamper, is_stamped, stamp_json, stamped_end
+from stitch.replica.state import ReplicaStatus
+from stitch.types import VersionConstraint, VersionRef
+
+log = logging.getLogger("stitch.replica.proxy")
+
+
+class BodyTooLargeError(Exception):
+    """A request body over the configured limit."""
+
+
+class Proxy:
+    """Forwards requests to one engine. `forward` is its one entry."""
+
+    def __init__(
+        self,
+        status: ReplicaStatus,
+        gate: Gate,
+        metrics: ReplicaMetrics,
+        client: EngineClient,
+        *,
+        max_body_bytes: int,
+        on_engine_trouble: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._status = status
+        self._gate = gate
+        self._metrics = metrics
+        self._client = client
+        self._max_body_bytes = max_body_bytes
+        self._on_engine_trouble = on_engine_trouble
+
+    async def forward(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
+        """The engine's answer, or one that says why there is none."""
+        started_s = time.perf_counter()
+        metrics = self._metrics
+        metrics.in_flight += 1
+        outcome = "cancelled"
+        try:
+            answer = await self._admitted(request, route)
+            outcome = str(answer.status)
+            return answer
+        finally:
+            metrics.in_flight -= 1
+            metrics.requests.add(1.0, outcome)
+            metrics.request_s.observe(time.perf_counter() - started_s)
+
+    async def _admitted(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
+        constraint = VersionConstraint()
+        try:
+            data = await read_request(request, self._max_body_bytes)
+            body = read_body(data, self._salt_field(route))
+            constraint = merge_constraints(body.constraint, header_constraint(request))
+            ref = await self._gate.admit(constraint)
+        except ConstraintError as error:
+            return error_answer(400, "ConstraintError", str(error))
+        except BodyTooLargeError as error:
+            return error_answer(413, "BodyTooLargeError", str(error))
+        except NotAdmittedError as refused:
+            return refusal_answer(refused, constraint, self._status)
+        return await self._exchange(request, route, body, constraint, ref)
+
+    def _salt_field(self, route: Route) -> str | None:
+        engine = self._status.engine
+        return engine.salt_field if engine is not None and route.generates else None
+
+    async def _exchange(
+        self,
+        request: web.BaseRequest,
+        route: Route,
+        body: RequestBody,
+        constraint: VersionConstraint,
+        ref: VersionRef,
+    ) -> web.StreamResponse:
+        field = self._salt_field(route)
+        data = salted(body, field, ref) if field is not None else body.data
+        try:
+            upstream = await self._client.send(
+                request.method, route.target, hdr.to_engine(request.raw_headers), data
+            )
+        except EngineUnreachableError as error:
+            return self._unreachable(error)
+        try:
+            head = upstream.head
+            start = hdr.version(head, hdr.START)
+            start = ref.version if start is None else start
+            if constraint.unmet_by(start) is not None:
+                return broken_start_answer(start, constraint, self._status)
+            if request.method != "HEAD" and _is_plain(head):
+                kind = head.content_type
+                if kind == b"application/json" or kind.endswith(b"+json"):
+                    return await self._stamped_json(upstream, ref, start)
+                if kind == b"text/event-stream":
+                    return await self._stream(request, upstream, ref, start, StreamStamper())
+            return await self._stream(request, upstream, ref, start, None)
+        finally:
+            upstream.release()  # closed if not read to its end: the rest must not go on being made
+
+    def _unreachable(self, error: EngineUnreachableError) -> web.Response:
+        self._on_engine_trouble()
+        return error_answer(502, "EngineUnreachableError", str(error), headers={"Retry-After": "1"})
+
+    async def _stamped_json(
+        self, upstream: EngineAnswer, ref: VersionRef, start: int
+    ) -> web.StreamResponse:
+        try:
+            payload = await upstream.read()
+        except EngineUnreachableError as error:
+            return self._unreachable(error)
+        end = hdr.version(upstream.head, hdr.END)
+        if hdr.version(upstream.head, hdr.START) is not None and is_stamped(payload):
+            end = stamped_end(payload) if end is None else end
+        else:
+            end = await self._end_version(ref) if end is None else end
+            payload = stamp_json(payload, start, end) or payload
+        out = hdr.to_client(upstream.head)
+        out.popall("Content-Length", None)
+        _stamp_headers(out, ref.run, start, end)
+        return web.Response(
+            body=payload, status=upstream.head.status, reason=upstream.head.reason, headers=out
+        )
+
+    async def _stream(
+        self,
+        request: web.BaseRequest,
+        upstream: EngineAnswer,
+        ref: VersionRef,
+        start: int,
+        stamper: StreamStamper | None,
+    ) -> web.StreamResponse:
+        out = hdr.to_client(upstream.head)
+        _stamp_headers(out, ref.run, start, hdr.version(upstream.head, hdr.END))
+        if upstream.head.content_type == b"text/event-stream":
+            out["X-Accel-Buffering"] = "no"
+            out["Cache-Control"] = "no-cache"
+        if stamper is not None:
+            out.popall("Content-Length", None)
+        answer = web.StreamResponse(
+            status=upstream.head.status, reason=upstream.head.reason, headers=out
+        )
+        await answer.prepare(request)
+        if request.method == "HEAD":
+            return answer
+        try:
+            async for chunk in upstream.chunks():
+                if stamper is not None:
+                    end = await self._end_version(ref) if b"]" in chunk else ref.version
+                    chunk = stamper.feed(chunk, start, end)
+                if chunk:
+                    await answer.write(chunk)
+        except EngineUnreachableError as error:
+            self._cut(request, error)
+            return answer
+        if stamper is not None and (rest := stamper.finish(start, await self._end_version(ref))):
+            await answer.write(rest)
+        return answer
+
+    def _cut(self, request: web.BaseRequest, error: BaseException) -> None:
+        """Break the client's connection, so that a broken stream does not look complete."""
+        log.warning("event=stream_broken error=%r", error)
+        self._on_engine_trouble()
+        if request.transport is not None:
+            request.transport.abort()
+
+    async def _end_version(self, ref: VersionRef) -> int:
+        """The version that is live now. During a commit it is known only after it, so wait."""
+        await self._gate.settled()
+        applied = self._status.applied
+        return ref.version if applied is None else max(applied, ref.version)
+
+
+async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
+    """The whole body (decoded if it was compressed); raises BodyTooLargeError."""
+    length = request.content_length
+    if length is not None and length > max_bytes:
+        raise BodyTooLargeError(f"the body has {length} bytes; at most {max_bytes} are taken")
+    if not request.can_read_body:
+        return b""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    parts: list[bytes] = []
+    size = 0
+    while part := await request.content.readany():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLargeError(f"the body has more than {max_bytes} bytes")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def header_constraint(request: web.BaseRequest) -> VersionConstraint:
+    """The constraint in X-Stitch-Min-Version or X-Stitch-Exact-Version; raises ConstraintError."""
+    found = request.headers
+    for name in (hdr.MIN, hdr.EXACT):
+        if len(found.getall(name, ())) > 1:
+            raise ConstraintError(f"the header {name} is given more than once")
+    return VersionConstraint.parse_headers(found.get(hdr.MIN), found.get(hdr.EXACT))
+
+
+def _is_plain(head: Head) -> bool:
+    """Whether the payload's bytes are the content's; compressed ones are left alone."""
+    coding = head.get(b"content-encoding")
+    return coding is None or coding.lower() == b"identity"
+
+
+def _stamp_headers(out: CIMultiDict[str], run: str, start: int, end: int | None) -> None:
+    out[hdr.RUN] = run
+    out[hdr.START] = str(start)
+    if end is not None:
+        out[hdr.END] = str(end)

@@ -1,0 +1,69 @@
+"""`serve(config)`: one replica as a process, from start to exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+
+from stitch.board import open_board
+from stitch.errors import StitchError
+from stitch.replica.app import ReplicaApp
+from stitch.replica.config import ReplicaConfig
+from stitch.replica.hosts import EngineHost, host_for
+
+Started = Callable[[ReplicaApp, int], None]
+
+
+def serve(config: ReplicaConfig, *, on_listening: Started | None = None) -> None:
+    """Run a replica until SIGTERM or SIGINT.
+
+    `on_listening` is called with the app and its port once requests are taken. Raises what made
+    the replica FAIL (FatalReplicaError, or UsageError for weights, board or settings that do not
+    fit), after the board has been told, and OSError when the port is not to be had.
+    """
+    asyncio.run(_serve_until_signal(config, on_listening))
+
+
+async def _serve_until_signal(config: ReplicaConfig, on_listening: Started | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve_until(config, host_for(config), stop, on_listening)
+
+
+async def serve_until(
+    config: ReplicaConfig,
+    host: EngineHost,
+    stop: asyncio.Event,
+    on_listening: Started | None = None,
+) -> None:
+    """Run a replica with the engine of `host` until `stop` is set; raises as `serve` does."""
+    board = await asyncio.to_thread(open_board, config.board)
+    app = ReplicaApp(config, host)
+    failed = False
+    try:
+        async with app.listening() as port:
+            if on_listening is not None:
+                on_listening(app, port)
+            await _until_stopped(asyncio.create_task(app.reconcile(board)), stop)
+    except StitchError:
+        failed = True
+        raise
+    finally:
+        await app.close(failed=failed)
+        await host.stop()
+
+
+async def _until_stopped(work: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Wait for the signal or for the failure, and raise the latter."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
