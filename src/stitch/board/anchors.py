@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from stitch.errors import (
     CorruptRecordError,
     UsageError,
 )
-from stitch.records import AnchorRecord, BlobRef
+from stitch.records import AnchorRecord, BlobRef, load_json
 from stitch.types import VersionRef
 
 log = logging.getLogger("stitch.board")
@@ -47,18 +46,38 @@ def stored_name(name: str, attempt: str) -> str:
 
 
 def local_name(stored: str) -> str:
-    """Name of an anchor file inside a checkpoint directory."""
+    """Name of an anchor file inside a checkpoint directory; UsageError for anything unfit."""
     found = _STORED_NAME.fullmatch(stored)
-    return keys.segment(found.group(1) if found else stored, "anchor file")
+    name = keys.segment(found.group(1) if found else stored, "anchor file")
+    if name != INDEX_NAME and not name.endswith(".safetensors"):
+        raise UsageError(f"anchor file {stored!r} is neither a safetensors file nor their index")
+    return name
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The weight files of a checkpoint directory, the index first if there is one."""
-    shards = sorted(directory.glob("*.safetensors"))
-    if not shards:
-        raise UsageError(f"{directory} holds no safetensors files, so it cannot become an anchor")
+def checkpoint_files(directory: Path) -> dict[str, Path]:
+    """Weight files of a checkpoint directory by their names there, the index first if sharded.
+
+    UsageError unless it holds either an index with its shards or exactly one safetensors file,
+    which is called `model.safetensors` here whatever its name.
+    """
     index = directory / INDEX_NAME
-    return [index, *shards] if index.is_file() else shards
+    if index.is_file():
+        return {INDEX_NAME: index} | {name: directory / name for name in _shard_names(index)}
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UsageError(
+            f"{directory} holds {len(files)} safetensors files and no {INDEX_NAME}, so it is not "
+            "clear which of them are the weights"
+        )
+    return {"model.safetensors": files[0]}
+
+
+def _shard_names(index: Path) -> list[str]:
+    record = load_json(index.read_bytes(), str(index))
+    shards = record.get("weight_map") if isinstance(record, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise UsageError(f"{index}: field weight_map is missing or empty")
+    return sorted({local_name(name) for name in shards.values()})
 
 
 def put_anchor_file(
@@ -70,7 +89,7 @@ def put_anchor_file(
     attempt: str,
     patience: Patience,
 ) -> BlobRef:
-    stored = stored_name(name, attempt)
+    stored = stored_name(local_name(name), attempt)
     return blobs.put_blob(store, keys.blob(run, version, stored), stored, path, patience)
 
 
@@ -89,7 +108,10 @@ def _parse(data: bytes, key: str, ref: VersionRef) -> AnchorRecord:
     record = AnchorRecord.parse(data, key)
     if record.ref != ref:
         raise CorruptRecordError(f"{key}: fields run and version say {record.ref}, wanted {ref}")
-    names = [local_name(file.name).lower() for file in record.files]
+    try:
+        names = [local_name(file.name).lower() for file in record.files]
+    except UsageError as error:
+        raise CorruptRecordError(f"{key}: field files is wrong: {error}") from None
     if len(set(names)) != len(names):
         raise CorruptRecordError(f"{key}: field files names one checkpoint file twice")
     return record
@@ -189,12 +211,13 @@ def _open(store: ObjectStore, key: str, patience: Patience) -> Iterator[bytes]:
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
-    """A private folder beside `directory` that takes its place when the block succeeds."""
+    """An unguessable folder beside `directory` that takes its place when the block succeeds."""
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} exists and is not an empty directory")
         directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        scratch = directory.parent / f".{directory.name}-{secrets.token_hex(16)}"
+        scratch.mkdir()
         try:
             yield scratch
             _sync_folder(scratch)

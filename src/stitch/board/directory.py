@@ -58,7 +58,9 @@ class DirectoryStore(ObstoreStore):
                 except FileNotFoundError as error:
                     if isinstance(source, Path) and not source.exists():
                         raise store_error(error, f"write {key} from", source.name) from None
-        raise StoreError(f"cannot write {key}: its temporary file vanished {PUT_ATTEMPTS} times")
+        raise StoreError(
+            f"cannot write {key}: folders or files vanished in {PUT_ATTEMPTS} attempts"
+        )
 
     def _put_once(self, key: str, source: bytes | Path, mode: PutMode) -> bool:
         kind = kind_of(key)

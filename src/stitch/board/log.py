@@ -181,11 +181,11 @@ class Run:
         """
         digest = self.digest(version)
         files = anchors.checkpoint_files(directory)
-        total_bytes = sum(path.stat().st_size for path in files)
+        total_bytes = sum(path.stat().st_size for path in files.values())
         attempt = anchors.new_attempt()
         refs: list[BlobRef] = []
-        for path in files:
-            refs.append(self.put_anchor_file(version, path.name, path, attempt=attempt))
+        for name, path in files.items():
+            refs.append(self.put_anchor_file(version, name, path, attempt=attempt))
             if progress is not None:
                 progress(sum(ref.num_bytes for ref in refs), total_bytes)
         record = AnchorRecord(

@@ -100,12 +100,10 @@ def plan_route(
     if have == want:
         return Route(())
     trip = _Trip(run, have, want, avoid)
-    patches = trip.patches_back_from_want()
-    start_is_patched = have is not None and bool(patches) and patches[0].from_version == have
-    cost = sum(step.num_bytes for step in patches)
-    if start_is_patched and cost <= run.record.num_bytes:
-        return Route(tuple(patches))
-    route = cheapest([*patches, *trip.anchors(lowest=want - len(patches))], have, want)
+    direct = trip.direct(max_bytes=run.record.num_bytes)
+    if direct is not None:
+        return direct
+    route = cheapest(trip.steps(), have, want)
     if route is None:
         raise NoRouteError(trip.explanation())
     return route
@@ -158,55 +156,81 @@ class _Trip:
         self._have = have
         self._want = want
         self._avoid = avoid
-        self._obstacles: list[str] = []
+        self._obstacles: dict[str, None] = {}
 
-    def patches_back_from_want(self) -> list[PatchStep]:
-        """Patches that lead to `want` without a gap, from `have` or as far down as they reach."""
-        bottom = self._have if self._have is not None and self._have < self._want else 0
-        steps: list[PatchStep] = []
-        for version in range(self._want, bottom, -1):
+    def direct(self, max_bytes: int) -> Route | None:
+        """Patches all the way, if they exist and need at most `max_bytes`."""
+        if self._have is None or self._have > self._want:
+            return None
+        steps: list[Step] = []
+        num_bytes = 0
+        for version in range(self._want, self._have, -1):
             step = self._patch(version)
             if step is None:
-                break
+                return None
             steps.append(step)
-        return steps[::-1]
+            num_bytes += step.num_bytes
+            if num_bytes > max_bytes:
+                return None
+        return Route(tuple(reversed(steps)))
+
+    def steps(self) -> list[Step]:
+        """Patches and anchors worth considering, found by walking back from `want`.
+
+        The walk ends where no patch leads on, or where the patches walked over cost more than
+        the best route found on the way.
+        """
+        anchors = {version for version in self._run.anchors() if version <= self._want}
+        ahead = self._have is not None and self._have < self._want
+        bottom = self._have if ahead else min(anchors, default=None)
+        if bottom is None:
+            return []
+        steps: list[Step] = []
+        patched_bytes = 0
+        best_bytes: float = float("inf")
+        for version in range(self._want, bottom - 1, -1):
+            if version in anchors:
+                anchor = self._anchor(version)
+                if anchor is not None:
+                    steps.append(anchor)
+                    best_bytes = min(best_bytes, patched_bytes + anchor.num_bytes)
+            patch = self._patch(version) if version > bottom else None
+            if patch is None or patched_bytes >= best_bytes:
+                break
+            steps.append(patch)
+            patched_bytes += patch.num_bytes
+        return steps
 
     def _patch(self, version: int) -> PatchStep | None:
         if self._avoids(version, keys.patch_step(version)):
-            self._obstacles.append(f"the patch of version {version} is known to be bad")
+            self._note(f"the patch of version {version} is known to be bad")
             return None
         try:
             return PatchStep(self._run.manifest(version))
         except (VersionNotFoundError, CorruptRecordError, UnsupportedFormatError) as error:
-            self._obstacles.append(str(error))
+            self._note(str(error))
             return None
 
-    def anchors(self, lowest: int) -> list[AnchorStep]:
-        """Usable anchors of versions `lowest` to `want`."""
-        return [
-            step
-            for version in self._run.anchors()
-            if lowest <= version <= self._want
-            for step in self._anchor(version)
-        ]
-
-    def _anchor(self, version: int) -> list[AnchorStep]:
+    def _anchor(self, version: int) -> AnchorStep | None:
         if self._avoids(version, keys.anchor_step(version)):
-            self._obstacles.append(f"the anchor of version {version} is known to be bad")
-            return []
+            self._note(f"the anchor of version {version} is known to be bad")
+            return None
         try:
             record = self._run.anchor(version)
         except (CorruptRecordError, UnsupportedFormatError) as error:
-            self._obstacles.append(str(error))
-            return []
-        return [] if record is None else [AnchorStep(record)]
+            self._note(str(error))
+            return None
+        return None if record is None else AnchorStep(record)
+
+    def _note(self, obstacle: str) -> None:
+        self._obstacles[obstacle] = None
 
     def _avoids(self, version: int, key: str) -> bool:
         return key in self._avoid or f"v/{keys.number(version)}" in self._avoid
 
     def explanation(self) -> str:
         start = "nothing" if self._have is None else f"version {self._have}"
-        reasons = "; ".join(self._obstacles) or "there is no anchor at or below it"
+        reasons = "; ".join(self._obstacles) or "it has no anchor at or below it"
         advice = (
             f"load the run's base ({self._run.record.base}) and start from version 0"
             if self._have is None
