@@ -77,7 +77,7 @@ def _shard_names(index: Path) -> list[str]:
     shards = record.get("weight_map") if isinstance(record, dict) else None
     if not isinstance(shards, dict) or not shards:
         raise UsageError(f"{index}: field weight_map is missing or empty")
-    return sorted({local_name(name) for name in shards.values()})
+    return sorted({local_name(str(name)) for name in shards.values()})
 
 
 def put_anchor_file(

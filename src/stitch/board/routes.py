@@ -111,6 +111,8 @@ def plan_route(
 
 def cheapest(steps: Iterable[Step], have: int | None, want: int) -> Route | None:
     """The route of fewest bytes over `steps`, then of fewest steps; None if there is none."""
+    if have == want:
+        return Route(())
     leaving: dict[int | None, list[Step]] = {}
     for step in steps:
         leaving.setdefault(step.from_version, []).append(step)
