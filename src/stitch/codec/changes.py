@@ -9,7 +9,7 @@ import numpy as np
 
 from stitch.codec import kernels
 from stitch.codec.buckets import Bucket, Slice
-from stitch.codec.words import WORD_DTYPES, Positions, Words
+from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
 from stitch.errors import CorruptCheckpointError
 from stitch.types import Schema
 
@@ -29,11 +29,16 @@ def read_slice(reader: WeightReader, schema: Schema, piece: Slice) -> Words:
     return words
 
 
+_CHUNK_BYTES = 1 << 20
+"""Compared, gathered and digested at a time, so that only the comparison waits for memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketChanges:
     """The changes of one bucket: positions in the bucket, and the words there.
 
     positions: (k,) ascending; old, new: (k,). old_slices, new_slices: all words, slice by slice.
+    gains: for each slice, what its tensor's digest lanes gain by the changes.
     """
 
     bucket: Bucket
@@ -42,6 +47,7 @@ class BucketChanges:
     new: Words
     old_slices: tuple[Words, ...]
     new_slices: tuple[Words, ...]
+    gains: tuple[Lanes, ...]
 
     @property
     def num_changed(self) -> int:
@@ -53,22 +59,33 @@ class BucketChanges:
 
 
 def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> BucketChanges:
-    """Compare the bits of one bucket."""
+    """Compare the bits of one bucket, and digest what changed."""
     dtype = WORD_DTYPES[bucket.word_bytes]
+    chunk = _CHUNK_BYTES // bucket.word_bytes
     found: list[Positions] = [np.empty(0, np.int64)]
     olds: list[Words] = [np.empty(0, dtype)]
     news: list[Words] = [np.empty(0, dtype)]
-    old_slices, new_slices = [], []
+    old_slices, new_slices, gains = [], [], []
+    scratch = np.empty(chunk + 1, np.uint32)
     offset = 0
     for piece in bucket.slices:
         old_words = read_slice(old, old.schema, piece)
         new_words = read_slice(new, old.schema, piece)
-        positions = kernels.find_changed(old_words, new_words)
-        found.append(positions + offset)
-        olds.append(old_words[positions])
-        news.append(new_words[positions])
+        gain = np.zeros(2, np.uint64)
+        for at in range(0, piece.num_elements, chunk):
+            old_chunk, new_chunk = old_words[at : at + chunk], new_words[at : at + chunk]
+            positions = kernels.find_changed(old_chunk, new_chunk, scratch)
+            if not positions.size:
+                continue
+            changed = new_chunk[positions]
+            first = (piece.start + at) * bucket.word_bytes // 8
+            gain += kernels.sum_change(old_chunk, first, positions, changed)
+            found.append(positions + (offset + at))
+            olds.append(old_chunk[positions])
+            news.append(changed)
         old_slices.append(old_words)
         new_slices.append(new_words)
+        gains.append(gain)
         offset += piece.num_elements
     return BucketChanges(
         bucket=bucket,
@@ -77,6 +94,7 @@ def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> Bucket
         new=np.concatenate(news),
         old_slices=tuple(old_slices),
         new_slices=tuple(new_slices),
+        gains=tuple(gains),
     )
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stitch.codec import kernels
 from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, plan_buckets
 from stitch.codec.changes import BucketChanges, bounds_by_slice, find_changes
-from stitch.codec.digest import DigestState, first_word
+from stitch.codec.digest import DigestState
 from stitch.codec.encodings import ENCODINGS
 from stitch.codec.patch import FORMAT, Entry, PatchHeader, payload_checksum, write_part
 from stitch.codec.pool import ordered
@@ -157,7 +156,7 @@ class PatchEncoder:
             encoding=name,
             num_changed=changes.num_changed,
             payload=payload,
-            gains=list(digest_gains(changes)),
+            gains=[(p.tensor, g) for p, g in zip(bucket.slices, changes.gains, strict=True)],
         )
 
     def _write(self, part: _Part, before: DigestState, after: DigestState | None) -> bytes:
@@ -209,17 +208,6 @@ def encode_changes(changes: BucketChanges, encoding: str) -> tuple[str, bytes]:
         return "dense", dense
     gaps = ENCODINGS["gaps"].encode(changes)
     return ("gaps", gaps) if len(gaps) <= len(dense) else ("dense", dense)
-
-
-def digest_gains(changes: BucketChanges) -> Iterator[tuple[int, Lanes]]:
-    """(tensor, what its digest lanes gain) for each slice with changes."""
-    bucket = changes.bucket
-    rows = bounds_by_slice(bucket, changes.positions)
-    for piece, old, (lo, hi, offset) in zip(bucket.slices, changes.old_slices, rows, strict=True):
-        if hi > lo:
-            local = changes.positions[lo:hi] - offset
-            first = first_word(piece.start, bucket.word_bytes)
-            yield piece.tensor, kernels.sum_change(old, first, local, changes.new[lo:hi])
 
 
 def encode_patch(

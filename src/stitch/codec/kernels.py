@@ -6,40 +6,62 @@ The numpy reference of every function is in :mod:`stitch.codec.reference`.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
+from stitch.codec.ulp import is_ordered_by_sign
 from stitch.codec.words import Lanes, Positions, Words, split64
+from stitch.types import Schema
+
+Planes = npt.NDArray[np.uint8]
+"""(word_bytes, num_elements): plane b holds byte b of every zigzag step, lowest byte first."""
+
+_BLOCK_BYTES = 64
+"""`find_changed` skips equal blocks of this size."""
 
 
-def warm() -> None:
-    """Compile every loop, or load it from numba's cache, so that later calls do not wait."""
+def warm(schema: Schema | None = None) -> None:
+    """Compile the loops, or load them from numba's cache, so that later calls do not wait.
+
+    With a schema, only those for its words. Compiling all takes some 10 s once per machine.
+    """
     from stitch.codec import loops
 
-    loops.find_changed()
     loops.sum_words()
-    for word_bytes in (1, 2, 4, 8):
+    specs = [] if schema is None else schema.tensors
+    for word_bytes in (1, 2, 4, 8) if schema is None else {spec.word_bytes for spec in specs}:
+        loops.find_changed(word_bytes)
         loops.sum_change(word_bytes)
+        for ordered in (False, True):
+            loops.split_steps(word_bytes, ordered)
+            loops.join_steps(word_bytes, ordered)
 
 
-def find_changed(old: Words, new: Words) -> Positions:
-    """Ascending positions (k,) at which the bits of two word arrays (n,) differ."""
+def find_changed(
+    old: Words, new: Words, scratch: npt.NDArray[np.uint32] | None = None
+) -> Positions:
+    """Ascending positions (k,) at which the bits of two word arrays (n,) differ.
+
+    `scratch` (n + 1,) saves an allocation on each of many calls.
+    """
     from stitch.codec import loops
 
     if old.size != new.size or old.dtype != new.dtype:
         raise ValueError(f"cannot compare {old.size} {old.dtype} with {new.size} {new.dtype} words")
     if old.size >= 1 << 32:
         raise ValueError("find_changed takes fewer than 2^32 words at a time")
-    find = loops.find_changed()
-    lane_bits = 8 * old.itemsize
-    (old_whole, old_tail), (new_whole, new_tail) = split64(old), split64(new)
-    # Untouched pages of this buffer cost nothing, so it may be as long as the worst case.
-    found = np.empty(old.size + 8, np.uint32)
-    count = find(old_whole, new_whole, lane_bits, found)
-    positions = found[:count].astype(np.int64)
-    if not old_tail.size:
-        return positions
-    count = find(old_tail, new_tail, lane_bits, found)
-    in_tail = found[:count].astype(np.int64) + old_whole.size * (8 // old.itemsize)
-    return np.concatenate([positions, in_tail])
+    find = loops.find_changed(old.itemsize)
+    per_block = _BLOCK_BYTES // old.itemsize
+    blocked = old.size - old.size % per_block
+    # One more than the worst case, because the loop writes before it knows whether to keep.
+    found = np.empty(blocked + 1, np.uint32) if scratch is None else scratch
+    assert found.size > blocked
+    count = find(_blocks(old[:blocked]), _blocks(new[:blocked]), found)
+    in_rest = np.flatnonzero(old[blocked:] != new[blocked:]) + blocked
+    return np.concatenate([found[:count].astype(np.int64), in_rest])
+
+
+def _blocks(words: Words) -> npt.NDArray[np.uint64]:
+    return words.view(np.uint64).reshape(-1, 8)
 
 
 def sum_words(words: Words, first: int = 0) -> Lanes:
@@ -72,3 +94,26 @@ def sum_change(old: Words, first: int, positions: Positions, new: Words) -> Lane
     add = loops.sum_change(old.itemsize)
     add(whole, tail, np.uint64(first), positions, new, lanes)
     return lanes
+
+
+def split_steps(old: Words, new: Words, dtype: str, first: int, planes: Planes) -> None:
+    """Write the zigzag ULP steps from `old` to `new` (n,) to columns [first, first + n)."""
+    from stitch.codec import loops
+
+    assert old.size == new.size
+    assert first + old.size <= planes.shape[1]
+    split = loops.split_steps(old.itemsize, is_ordered_by_sign(dtype))
+    split(old, new, first, planes)
+
+
+def join_steps(old: Words, planes: Planes, dtype: str, first: int, out: Words) -> int:
+    """Write to `out` (n,) the words that lie the steps of columns [first, first + n) from `old`.
+
+    Returns how many of them moved.
+    """
+    from stitch.codec import loops
+
+    assert old.size == out.size
+    assert first + old.size <= planes.shape[1]
+    join = loops.join_steps(old.itemsize, is_ordered_by_sign(dtype))
+    return int(join(old, planes, first, out))

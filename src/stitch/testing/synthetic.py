@@ -1,4 +1,4 @@
-"""Weights that change the way a policy in training does: tiny steps, mostly absorbed by rounding."""
+"""Weights that change as a policy in training does: tiny steps, mostly absorbed by rounding."""
 
 from __future__ import annotations
 
