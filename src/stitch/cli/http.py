@@ -8,16 +8,17 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from stitch.errors import EngineUnreachableError, RequestFailedError, UsageError
+from stitch.errors import EngineError, EngineUnreachableError, RequestFailedError, UsageError
 
 MAX_REPLY_BYTES = 64 * 2**20
+RETRYABLE = frozenset({429, 502, 503, 504})
 
 
 def post_json(url: str, *, token: str | None, timeout_s: float) -> dict[str, Any]:
     """POST without a body and parse the reply.
 
-    Raises EngineUnreachableError if there is no reply, RequestFailedError for one that is not a
-    200 with a JSON object.
+    Raises EngineUnreachableError if there is no reply, EngineError for one that may be better next
+    time, RequestFailedError for any other that is not a 200 with a JSON object.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -32,9 +33,10 @@ def post_json(url: str, *, token: str | None, timeout_s: float) -> dict[str, Any
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(1000).decode("utf-8", "replace")
-        raise RequestFailedError(
-            f"{url} answered {error.code}: {said}", status=error.code
-        ) from None
+        answered = f"{url} answered {error.code}: {said}"
+        if error.code in RETRYABLE:
+            raise EngineError(answered) from None
+        raise RequestFailedError(answered, status=error.code) from None
     except ValueError as error:
         raise RequestFailedError(f"{url} did not answer with JSON: {error}") from None
     except OSError as error:
