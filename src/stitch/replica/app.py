@@ -96,16 +96,10 @@ class ReplicaApp:
             self.handle, handler_cancellation=True, access_log=None, max_field_size=64 * 1024,
             max_line_size=64 * 1024,
         )  # fmt: skip
-        runner = web.ServerRunner(server)
+        runner = web.ServerRunner(server, shutdown_timeout=self.config.drain_s)
         await runner.setup()
         try:
-            site = web.TCPSite(
-                runner,
-                self.config.host,
-                self.config.port,
-                backlog=1024,
-                shutdown_timeout=self.config.drain_s,
-            )
+            site = web.TCPSite(runner, self.config.host, self.config.port, backlog=1024)
             await site.start()
             port = int(runner.addresses[0][1])
             self.status.replica = self.config.name_at(port)
