@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from cli_kit import Program
 
-from stitch.cli import exits, registry
+from stitch.cli import exits, registry, text
+from stitch.cli.console import Console
 from stitch.cli.registry import VERBS
 from stitch.errors import (
     CorruptBlobError,
@@ -41,6 +43,17 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         f"heavy = set({HEAVY!r}) & set(sys.modules); sys.exit(9 if heavy else 0)"
     )
     result = python(code, *arguments)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_commands_help_imports_no_engine_and_no_compiler() -> None:
+    code = (
+        "import sys; from stitch.cli.main import main; from stitch.cli.registry import VERBS\n"
+        "for verb in VERBS: main([verb, '--help'])\n"
+        "heavy = {'torch', 'transformers', 'aiohttp', 'numba', 'rich'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    result = python(code)
     assert result.returncode == 0, result.stderr
 
 
@@ -75,7 +88,7 @@ def test_version_prints_the_release(stitch: Program) -> None:
         (["sho"], "did you mean 'show'?"),
         (["log", "--cuont", "3"], "unrecognized arguments: --cuont 3 (see `stitch log --help`)"),
         (["diff", "a", "b"], "the following arguments are required: --out"),
-        (["log", "-n", "0"], "invalid positive_int value: '0'"),
+        (["log", "-n", "0"], "must be at least 1, got 0"),
         (["log"], "no board is given: use --board or STITCH_BOARD"),
         (["log", "--board", "/nonexistent/board"], "/nonexistent/board"),
     ],
@@ -140,6 +153,27 @@ def test_a_defect_is_called_one(stitch: Program, monkeypatch: pytest.MonkeyPatch
     assert "KeyError: 'x' (this is a defect" in stitch.fails(exits.FATAL, "log")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Terminal()
+    monkeypatch.setattr(sys, "stderr", watched)
+    with Console(as_json=False, verbose=False).progress("reading") as progress:
+        assert progress is not None
+        progress(5, 10)
+        progress(10, 10)
+    assert "reading" in watched.getvalue()
+    with Console(as_json=True, verbose=False).progress("reading") as progress:
+        assert progress is None
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Console(as_json=False, verbose=False).progress("reading") as progress:
+        assert progress is None
+    assert sys.stderr.getvalue() == ""
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     code = (
         "import sys; from stitch.cli.console import Console; "
@@ -182,3 +216,29 @@ def test_the_module_runs_as_the_program_does() -> None:
     )
     assert result.returncode == exits.USAGE
     assert json.loads(result.stdout)["error"]["type"] == "UsageError"
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (12_345_678, "12.3 MB"),
+        (999_600, "1 MB"),
+        (270e9, "270 GB"),
+        (2e15, "2000 TB"),
+    ],
+)
+def test_sizes_are_shown_with_three_digits(count: float, shown: str) -> None:
+    assert text.num_bytes(count) == shown
+
+
+def test_tables_align_numbers_to_the_right_and_text_to_the_left() -> None:
+    rows = [[1, "a", None], [100, "long", "x"]]
+    assert text.table(["n", "name", "note"], rows) == [
+        "  n  name  note",
+        "  1  a     -",
+        "100  long  x",
+    ]
+    assert text.table(["n"], []) == ["n"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ReplicaConfig]:
     """The configurations that `stitch serve` came up with, instead of running replicas."""
     configs: list[ReplicaConfig] = []
 
-    def serve(config: ReplicaConfig) -> None:
+    def serve(config: ReplicaConfig, *, on_listening: Any) -> None:
         configs.append(config)
+        app = SimpleNamespace(status=SimpleNamespace(replica="a"), url="http://127.0.0.1:7")
+        on_listening(app, 7)
 
     monkeypatch.setattr(stitch.replica.run, "serve", serve)
     return configs
@@ -34,10 +37,13 @@ def test_flags_environment_and_file_make_the_configuration(
     monkeypatch.setenv("STITCH_SERVE_MAX_LAG", "4")
     outcome = stitch("serve", "--config", file, "--max-lag", "-1", "--id", "a", "--run", "math")
     assert outcome.code == 0, outcome.err
-    (config,) = served
+    config = served[0]
     assert (config.board, config.run, config.model) == ("b", "math", Path("m"))
     assert (config.port, config.max_lag, config.region) == (2, -1, "r")
     assert config.replica_id == "a"
+    assert outcome.out == "replica a listens at http://127.0.0.1:7\n"
+    announced = stitch.ok("serve", "--config", file)
+    assert (announced["replica"], announced["port"]) == ("a", 7)
 
 
 def test_an_engine_address_means_to_attach_with_a_token_from_a_file(

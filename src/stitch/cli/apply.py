@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stitch.cli import exits, text, weights
+from stitch.cli import exits, flags, text, weights
 from stitch.cli.console import Console
 from stitch.cli.context import Context
 from stitch.codec import DigestState, PatchedReader, UpdateSet
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overwrite", action="store_true", help="replace a directory that is not empty"
     )
     weights.add_view_flag(parser)
-    weights.add_threads_flag(parser)
+    flags.add_threads_flag(parser)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

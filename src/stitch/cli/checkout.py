@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stitch.cli import exits, text, weights
+from stitch.cli import exits, flags, text, weights
 from stitch.cli.console import Console
 from stitch.cli.context import Context, parse_version
 from stitch.errors import BaseMismatchError, CorruptCheckpointError, NoRouteError, UsageError
@@ -36,7 +36,7 @@ def add_base_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scratch", metavar="DIR", help="where anchors are fetched to (default: temporary folder)"
     )
-    weights.add_threads_flag(parser)
+    flags.add_threads_flag(parser)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from stitch.cli.context import Context
-from stitch.cli.weights import positive_int
+from stitch.cli.flags import positive_int
 
 DESCRIPTION = """\
 Train a small language model with RL on this machine while replicas serve its rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stitch.cli import exits, text, weights
+from stitch.cli import exits, flags, text, weights
 from stitch.cli.context import Context
 
 DESCRIPTION = """\
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how changes are encoded (default: auto, the smallest)",
     )
     weights.add_view_flag(parser)
-    weights.add_threads_flag(parser)
+    flags.add_threads_flag(parser)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

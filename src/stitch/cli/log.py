@@ -6,7 +6,7 @@ import argparse
 
 from stitch.cli import exits, text
 from stitch.cli.context import Context
-from stitch.cli.weights import positive_int
+from stitch.cli.flags import positive_int
 from stitch.records import Manifest
 
 DESCRIPTION = "List the run's versions, newest first."

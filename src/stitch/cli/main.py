@@ -146,7 +146,7 @@ def _logging(verbose: bool) -> Iterator[None]:
     """Our own log lines on stderr: warnings, with -v everything worth knowing."""
     log = logging.getLogger("stitch")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO if verbose else logging.WARNING)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stitch.cli import exits, text, weights
+from stitch.cli import exits, flags, text
 from stitch.cli.context import Context
 from stitch.errors import RunNotFoundError, UsageError
 from stitch.types import check_run_name
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--view", help="of a new run: bf16 (default), or checkpoint for weights as stored"
     )
     parser.add_argument("--anchor", action="store_true", help="also store the version whole")
-    weights.add_threads_flag(parser)
+    flags.add_threads_flag(parser)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stitch.cli import exits
 from stitch.cli.context import Context
@@ -12,11 +14,16 @@ from stitch.config import add_flags
 from stitch.errors import UsageError
 from stitch.replica.config import ReplicaConfig
 
+if TYPE_CHECKING:
+    from stitch.replica.app import ReplicaApp
+
 DESCRIPTION = """\
 Run a replica: a proxy in front of an engine that is kept on the run's newest
 version. By default it starts the embedded engine on the model; with --engine-url it
 attaches to an engine that offers Stitch's control interface. Every setting may also
-come from the file's [serve] table or from STITCH_SERVE_<NAME>."""
+come from the file's [serve] table or from STITCH_SERVE_<NAME>. Its address is printed
+(with --json, as the one object) as soon as it listens; events are logged on stderr.
+SIGTERM and SIGINT end it cleanly."""
 
 ALIASES = {"replica_id": "--id", "url": "--advertise-url", "poll_interval_s": "--poll-interval"}
 
@@ -34,7 +41,14 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
     if context.rest:
         raise UsageError(f"nothing may follow `--`, got {' '.join(context.rest)!r}")
-    serve(replica_config(args, context))
+    config = replica_config(args, context)
+    logging.getLogger("stitch").setLevel(logging.INFO)
+
+    def announce(app: ReplicaApp, port: int) -> None:
+        record = {"replica": app.status.replica, "url": app.url, "port": port, "pid": os.getpid()}
+        context.console.result(record, f"replica {app.status.replica} listens at {app.url}")
+
+    serve(config, on_listening=announce)
     return exits.OK
 
 

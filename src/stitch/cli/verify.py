@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stitch.cli import exits, text, weights
+from stitch.cli import exits, flags, text, weights
 from stitch.cli.context import Context, parse_version
 from stitch.cli.http import post_json
 from stitch.errors import StitchError, UsageError
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=float, default=600.0, metavar="S", help="for one replica (default: 600)"
     )
-    weights.add_threads_flag(parser)
+    flags.add_threads_flag(parser)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

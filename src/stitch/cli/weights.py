@@ -37,19 +37,6 @@ def add_view_flag(parser: argparse.ArgumentParser, default: str = "checkpoint") 
     )
 
 
-def add_threads_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads", type=positive_int, metavar="N", help="compute threads (default: one per CPU)"
-    )
-
-
-def positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
 @contextmanager
 def opened(path: str | Path, view: str) -> Iterator[Opened]:
     """Open a safetensors file or checkpoint directory in a view."""
