@@ -75,8 +75,9 @@ def test_boards_are_opened_by_path_and_by_address(tmp_path: Path) -> None:
     with pytest.raises(StoreUnsuitableError, match="no directory"):
         open_board(tmp_path / "missing", create=False)
     assert not (tmp_path / "missing").exists()
-    with pytest.raises(UsageError, match="ftp://"):
-        open_board("ftp://host/x")
+    for where, message in (("ftp://host/x", "ftp://"), ("", "needs a place")):
+        with pytest.raises(UsageError, match=message):
+            open_board(where)
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreUnsuitableError, match="not a directory"):
         open_board(tmp_path / "file")

@@ -136,6 +136,8 @@ def open_board(
     memory name share their content within the process.
     """
     address = str(where)
+    if not address.strip():
+        raise UsageError("a board needs a place: a directory, file:///PATH or memory://NAME")
     if isinstance(where, Path) or "://" not in address:
         return _directory_board(Path(where), create, patience)
     parts = urlsplit(address)
@@ -150,7 +152,5 @@ def open_board(
 
 
 def _directory_board(root: Path, create: bool, patience: Patience | None) -> Board:
-    if not str(root).strip() or root == Path():
-        root = Path.cwd()
     store = open_directory(root.expanduser().absolute(), create=create)
     return Board(store, patience=patience, sweep=store.sweep_temporaries)
