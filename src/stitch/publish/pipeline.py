@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -104,20 +103,23 @@ class Pipeline:
         return Published(ref=manifest.ref, stats=encoder.stats, freed=freed)
 
     def _upload(self, version: int, attempt: str, parts: Iterator[bytes]) -> tuple[BlobRef, ...]:
-        """Store the parts while the next one is encoded; at most two are held."""
+        """Store the parts, with threads while the next one is encoded; at most two are held."""
+        named = ((f"{attempt}-{number}.patch", data) for number, data in enumerate(parts))
+        if self.threads == 1:
+            return tuple(self._put(version, name, data) for name, data in named)
         blobs: list[BlobRef] = []
-        waiting: deque[Future[BlobRef]] = deque()
+        waiting: Future[BlobRef] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="stitch-upload") as pool:
-            for number, data in enumerate(parts):
-                reach("publish.encoded")
-                while waiting:
-                    blobs.append(waiting.popleft().result())
-                waiting.append(pool.submit(self._put, version, f"{attempt}-{number}.patch", data))
-                del data
-            blobs.extend(future.result() for future in waiting)
+            for name, data in named:
+                if waiting is not None:
+                    blobs.append(waiting.result())
+                waiting = pool.submit(self._put, version, name, data)
+            if waiting is not None:
+                blobs.append(waiting.result())
         return tuple(blobs)
 
     def _put(self, version: int, name: str, data: bytes) -> BlobRef:
+        reach("publish.encoded")
         blob = self._try(f"put {name}", lambda: self.run.put_blob(version, name, data))
         reach("publish.blob")
         return blob

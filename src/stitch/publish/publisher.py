@@ -27,7 +27,7 @@ from stitch.types import VersionRef
 
 log = logging.getLogger(__name__)
 
-EXIT_TIMEOUT_S = 30.0
+EXIT_TIMEOUT_S = 60.0
 """How long a publisher that was never closed may hold up the interpreter's exit."""
 
 
@@ -242,6 +242,8 @@ class Publisher:
         try:
             return self._pipeline.publish(job.buffer, job.step)
         except Exception as error:  # the edge of this task: the ticket carries it on
+            if self._lost_its_threads(error):
+                return self._attempt(job)
             log.error(
                 "event=publish_failed run=%s after=%d step=%s error=%s: %s",
                 self._run.name,
@@ -254,6 +256,17 @@ class Publisher:
             # A ticket may live long; the frames would keep whole buffers alive with it.
             traceback.clear_frames(error.__traceback__)
             return error
+
+    def _lost_its_threads(self, error: Exception) -> bool:
+        """Whether the exiting interpreter refused new threads; the job then does without.
+
+        Python says so in no other way than by these words.
+        """
+        refused = isinstance(error, RuntimeError) and "interpreter shutdown" in str(error)
+        if not refused or self._pipeline.threads == 1:
+            return False
+        self._pipeline.threads = 1
+        return True
 
     def _at_exit(self) -> None:
         """Say that the program forgot to close, and save what can be saved."""

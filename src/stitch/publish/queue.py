@@ -123,7 +123,7 @@ class SnapshotQueue:
                 jobs = [job for job in (self._active, self._waiting) if job is not None]
                 steps = [t.step for job in jobs for t in job.tickets if not t.done]
                 raise TimeoutError(
-                    f"after {timeout_s} s {len(steps)} accepted snapshots of run {self._run!r} "
+                    f"after {timeout_s:.3g} s {len(steps)} accepted snapshots of run {self._run!r} "
                     f"are not published (trainer steps {steps})"
                 )
 
