@@ -10,6 +10,7 @@ from stitch.types import VersionSpan
 
 START_HEADER = "X-Stitch-Version-Start"
 END_HEADER = "X-Stitch-Version-End"
+RUN_HEADER = "X-Stitch-Run"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,6 +109,8 @@ class _Tries:
         self.last_unmet = False
         self._until_s: dict[str, float] = {}
         self._failures: dict[str, AttemptFailed] = {}
+        self._said: dict[str, str] = {}
+        self._last_said: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._boots: dict[str, str] = {}
 
@@ -119,7 +121,13 @@ class _Tries:
         if failure.retry_after_s is not None:
             pause_s = max(failure.retry_after_s, 0.5 * FIRST_PAUSE_S)
         self._until_s[member.id] = time.monotonic() + pause_s * random.uniform(1.0, 1.25)
+        said = str(failure)
+        if failure.timed_out and member.id in self._said:
+            said += f" (before that: {self._said[member.id]})"
+        else:
+            self._said[member.id] = said
         self._failures[member.id] = failure
+        self._last_said[member.id] = said
         self._boots[member.id] = member.beat.boot
         self.engine_errors += failure.answered_error
         self.last_unmet = failure.unmet
@@ -145,7 +153,7 @@ class _Tries:
         return min(waits, default=LONGEST_PAUSE_S)
 
     def last_answers(self) -> dict[str, str]:
-        return {replica: str(failure) for replica, failure in self._failures.items()}
+        return dict(self._last_said)
 
 
 async def _wait(changed: asyncio.Event, span_s: float) -> None:

@@ -147,7 +147,7 @@ async def open_stream(
                 await exchange.check_status(request, member, response, started_s)
                 _check_is_stream(member, response)
                 stream = OpenStream(request, member, response, fleet, number)
-                exchange.check_stamp(request, member, stream.version_start)
+                stream.run = exchange.check_stamp(request, member, response, stream.version_start)
                 await stream.start()
         except TimeoutError:
             raise exchange.timed_out(member, started_s) from None

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from stitch.client.answer import Answer, stamped_versions
+from stitch.client.answer import RUN_HEADER, Answer, stamped_versions
 from stitch.client.fleet import Fleet, Member
 from stitch.client.request import AttemptFailed, Request, parse_retry_after
 from stitch.client.settings import ClientConfig
@@ -47,14 +47,14 @@ class Exchange:
                 raise self.broke(member, error, started_s) from None
         body = _json_object(data, response, member)
         start, end = stamped_versions(body, response.headers)
-        self.check_stamp(request, member, start)
+        run = self.check_stamp(request, member, response, start)
         self._fleet.succeeded(member, end)
         member.last_answer = f"{response.status}"
         return Answer(
             body=body,
             version_start=start,
             version_end=end,
-            run=member.beat.run,
+            run=run,
             replica=member.id,
             attempts=number,
         )
@@ -116,16 +116,27 @@ class Exchange:
             body=text,
         )
 
-    def check_stamp(self, request: Request, member: Member, start: int | None) -> None:
-        """An answer begun on a version that the request did not allow is none."""
+    def check_stamp(
+        self,
+        request: Request,
+        member: Member,
+        response: aiohttp.ClientResponse,
+        start: int | None,
+    ) -> str | None:
+        """The answer's run. One from another run, or begun on a version that the request did not
+        allow, is no answer."""
+        run = response.headers.get(RUN_HEADER) or member.beat.run
+        if member.beat.run is not None and run != member.beat.run:
+            raise AttemptFailed(f"answered for run {run!r}, not {member.beat.run!r}", unmet=True)
         reason = None if start is None else request.constraint.unmet_by(start)
         if reason is not None:
             member.learn(start)
             raise AttemptFailed(f"answered on version {start} ({reason})", unmet=True)
+        return run
 
     def timed_out(self, member: Member, started_s: float) -> AttemptFailed:
         self._fleet.timed_out(member, started_s)
-        return AttemptFailed("no answer in time", may_have_run=True)
+        return AttemptFailed("no answer in time", may_have_run=True, timed_out=True)
 
     def broke(self, member: Member, error: Exception, started_s: float) -> AttemptFailed:
         self._fleet.failed(member, started_s)

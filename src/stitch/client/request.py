@@ -82,6 +82,7 @@ class AttemptFailed(Exception):
         unmet: bool = False,
         may_have_run: bool = False,
         answered_error: bool = False,
+        timed_out: bool = False,
     ) -> None:
         super().__init__(what)
         self.retry_after_s = retry_after_s
@@ -91,6 +92,8 @@ class AttemptFailed(Exception):
         """The engine may have begun the work; sending it again may do it twice."""
         self.answered_error = answered_error
         """The engine itself answered with a 5xx: the request may be what breaks it."""
+        self.timed_out = timed_out
+        """Nothing came in time, so what was said before tells more."""
 
 
 def parse_retry_after(text: str | None) -> float | None:

@@ -19,7 +19,7 @@ class ClientConfig:
     connect_timeout_s: float = setting(5.0, help="give up on connecting to a replica")
     refresh_s: float = setting(1.0, help="read the replicas' heartbeats this often")
     stale_after_s: float = setting(
-        15.0, help="a replica whose heartbeat stands still for this long counts as lost"
+        20.0, help="a replica whose heartbeat stands still for this long counts as lost"
     )
     max_in_flight: int = setting(256, help="requests sent at the same time; more wait their turn")
     token: str | None = setting(None, help="bearer token sent to replicas", secret=True)
