@@ -47,13 +47,17 @@ class AdvanceError(RetryableError):
     """A mirror could not reach its target; it stands at the last version it proved.
 
     The reason is the exception's `__cause__`. `partial` leads from where the mirror stood to `ref`,
-    where it stands now (the same, with an empty update set, if no step was taken).
+    where it stands now (the same, with an empty update set, if no step was taken). `fault` is what
+    was wrong with the first step beyond `ref`, where that is known, or else the reason.
     """
 
-    def __init__(self, message: str, *, partial: UpdateSet, ref: VersionRef) -> None:
+    def __init__(
+        self, message: str, *, partial: UpdateSet, ref: VersionRef, fault: StitchError
+    ) -> None:
         super().__init__(message)
         self.partial = partial
         self.ref = ref
+        self.fault = fault
 
 
 class Advance:
@@ -167,7 +171,9 @@ class Advance:
         message = f"run {self._run.name!r}: stopped at version {self._here.version} of {wanted}"
         if self._avoid:
             message += f"; not usable: {', '.join(sorted(self._avoid))} ({fault})"
-        return AdvanceError(f"{message}: {error}", partial=self._composed(), ref=self._here)
+        return AdvanceError(
+            f"{message}: {error}", partial=self._composed(), ref=self._here, fault=fault
+        )
 
     def _go_back(self) -> None:
         ref, digests = self._start

@@ -259,9 +259,8 @@ class Reconciler:
 
     def _blocked(self, fault: AdvanceError) -> None:
         """No way past a version: say which and why, and serve what is proven."""
-        cause = getattr(fault, "fault", None) or fault.__cause__ or fault
-        self._status.blocked = f"version {fault.ref.version + 1}: {describe_error(cause)}"
-        if not isinstance(cause, StoreError):  # trying again soon may well not help
+        self._status.blocked = f"version {fault.ref.version + 1}: {describe_error(fault.fault)}"
+        if not isinstance(fault.__cause__, StoreError):  # trying again soon may well not help
             self._status.caught_up = True
 
     def _serving(self) -> None:
