@@ -235,3 +235,17 @@ def test_a_wide_trainer_checkpoint_is_verified_through_the_view(
 
 def test_an_unknown_run_gets_the_near_name(stitch: Program, published: Published) -> None:
     assert "math" in stitch.fails(2, "log", *published.args, "--run", "mat")
+
+
+def test_a_base_that_was_overwritten_is_noticed_and_an_anchor_used_instead(
+    stitch: Program, tmp_path: Path
+) -> None:
+    chain = make_chain(tmp_path / "chain", num_steps=2)
+    board = ("--board", tmp_path / "board")
+    stitch.ok("publish", chain[1], *board, "--run", "math", "--base", chain[0], "--anchor")
+    stitch.ok("publish", chain[2], *board)
+    shutil.copy(chain[2] / "model.safetensors", chain[0] / "model.safetensors")
+    outcome = stitch("checkout", "latest", "--out", tmp_path / "out", *board)
+    assert outcome.code == 0, outcome.err
+    assert "is not used as the base" in outcome.err
+    assert words_of(tmp_path / "out") == words_of(chain[2])

@@ -178,3 +178,46 @@ def test_a_replica_of_another_run_is_named(
     outcome = stitch("verify", "--replica", replica.url, *published.args)
     assert outcome.code == exits.USAGE
     assert "serves other@3" in outcome.out
+
+
+def test_watching_shows_the_page_until_it_is_interrupted(
+    stitch: Program, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = []
+
+    def wait(event: threading.Event, span_s: float) -> bool:
+        pages.append(span_s)
+        if len(pages) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr("stitch.cli.status.threading.Event.wait", wait)
+    outcome = stitch("status", "--watch", "7", *published.args)
+    assert outcome.code == exits.INTERRUPTED
+    assert pages == [7.0] * 3
+    assert outcome.out.count("no replicas") == 3
+    assert outcome.err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "reply", "words"),
+    [
+        (401, {}, "answered 401"),
+        (302, {}, "answered 302"),
+        (200, [], "did not answer with a JSON object"),
+    ],
+)
+def test_odd_replies_are_usage_errors(
+    stitch: Program,
+    published: Published,
+    replica: FakeReplica,
+    status: int,
+    reply: object,
+    words: str,
+) -> None:
+    replica.status, replica.reply = status, reply  # type: ignore[assignment]
+    outcome = stitch("verify", "--replica", replica.url, *published.args)
+    assert outcome.code == exits.USAGE
+    assert words in outcome.out
+    outcome = stitch("verify", "--replica", "replica-7", *published.args)
+    assert "is not an http(s) address" in outcome.out

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from client_fakes import Site, not_ready, status, wait_until
 
+from stitch.client.request import parse_retry_after
 from stitch.errors import (
     ConstraintError,
     NoReplicaError,
@@ -485,3 +486,76 @@ def test_settings_come_from_the_environment_too(
     monkeypatch.setenv("STITCH_CLIENT_DEADLINE_S", "7")
     client = site.client(deadline_s=9.0)
     assert (client.settings.max_in_flight, client.settings.deadline_s) == (3, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ('{"error": {"message": "too long", "type": "BadRequest"}}', "400 BadRequest too long"),
+        ('{"error": "too long"}', "400 too long"),
+        ('{"object": "error", "message": "too long"}', "400 too long"),
+        ('["too long"]', "400 ['too long']"),
+        ("too long", "400 too long"),
+        ("", "400"),
+    ],
+)
+def test_the_engines_own_words_are_passed_on(site: Site, body: str, shown: str) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=body, status=400)
+
+    site.replica("a").always = refuse
+    with pytest.raises(RequestFailedError) as caught:
+        site.client().completions(prompt="x")
+    assert str(caught.value).endswith(f"answered /v1/completions with {shown}")
+    assert caught.value.body == body
+
+
+@pytest.mark.parametrize("applied", ["null", '"7"', "true"])
+def test_an_odd_409_is_retried_like_any_other(site: Site, applied: str) -> None:
+    async def odd(request: web.Request) -> web.StreamResponse:
+        text = f'{{"error": {{"applied": {applied}}}}}'
+        return web.Response(text=text, status=409, headers={"Retry-After": "soon"})
+
+    site.replica("a").script.append(odd)
+    assert site.client().completions(prompt="x", min_version=5).attempts == 2
+
+
+def test_an_address_that_is_no_url_is_skipped(site: Site) -> None:
+    site.replica("good")
+    site.run.beats["bad"] = replace(site.run.beats["good"], replica="bad", url="http://")
+    answers = site.client().map([{"prompt": "x"}] * 10)
+    assert {answer.replica for answer in answers} == {"good"}
+
+
+def test_a_client_from_before_a_fork_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.replica("a")
+    client = site.client()
+    monkeypatch.setattr("stitch.client.loop.os.getpid", lambda: -1)
+    with pytest.raises(UsageError, match="made in another process"):
+        client.completions(prompt="x")
+    client.close()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("path", "body"), [("v1/x", {}), ("/v1/x", "text")])
+def test_what_is_no_request_is_refused(site: Site, path: str, body: object) -> None:
+    with pytest.raises(UsageError):
+        site.client().ask(path, body)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (None, None),
+        ("", None),
+        ("soon", None),
+        ("nan", None),
+        ("0", 0.0),
+        ("1.5", 1.5),
+        ("-3", 0.0),
+        ("1e9", 60.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+    ],
+)
+def test_retry_after_is_read_leniently_and_capped(text: str | None, seconds: float | None) -> None:
+    assert parse_retry_after(text) == seconds
