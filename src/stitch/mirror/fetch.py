@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stitch.board import Run
 from stitch.errors import CorruptBlobError
+from stitch.failpoints import reach
 from stitch.records import AnchorRecord, Manifest
 from stitch.tensors import WeightReader, open_checkpoint
 from stitch.tensors.reader import Progress
@@ -16,7 +17,9 @@ from stitch.tensors.reader import Progress
 
 def fetch_parts(run: Run, manifest: Manifest) -> list[bytes]:
     """All patch files of one version, checked against the manifest's sizes and BLAKE3."""
-    return [run.read_blob(manifest.version, blob) for blob in manifest.blobs]
+    parts = [run.read_blob(manifest.version, blob) for blob in manifest.blobs]
+    reach("replica.fetched")
+    return parts
 
 
 @contextmanager

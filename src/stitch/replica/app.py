@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 from aiohttp import web
 
 from stitch.board import Board, Run
-from stitch.errors import EngineError, StitchError
+from stitch.errors import EngineError
 from stitch.replica.answers import error_answer
 from stitch.replica.committer import Committer
 from stitch.replica.config import ReplicaConfig
@@ -113,7 +113,7 @@ class ReplicaApp:
     # --- life ----------------------------------------------------------------------------------
 
     async def reconcile(self, board: Board) -> None:
-        """Find the run, prove the engine, follow the board. Ends only by raising StitchError."""
+        """Find the run, prove the engine, follow the board. Ends only by raising."""
         try:
             await self._host.begin()
             run = await self.reconciler.find_run(board)
@@ -128,7 +128,7 @@ class ReplicaApp:
             self._heartbeats = heartbeats
             self.status.move(ReplicaState.BOOTING, "waiting for the engine")
             await first_failure(heartbeats.beat_forever(), self._live(run))
-        except StitchError as error:
+        except Exception as error:
             self.status.note_error(error)
             self.status.caught_up = False
             self.status.move(ReplicaState.FAILED, self.status.last_error)

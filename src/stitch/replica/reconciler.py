@@ -21,6 +21,7 @@ from stitch.board import Board, Run
 from stitch.codec import UpdateSet
 from stitch.errors import (
     FatalError,
+    NoRouteError,
     RunNotFoundError,
     StitchError,
     StoreError,
@@ -133,8 +134,8 @@ class Reconciler:
                 self.ask_reprove()
                 continue
             except StitchError as error:
-                if mirror.ref is None:
-                    self.ask_reprove()
+                if mirror.ref is None or mirror.ref.version != self._status.applied:
+                    self.ask_reprove()  # the mirror no longer is what the engine holds
                 await self._fault(error)
                 continue
             self._num_faults = 0
@@ -188,24 +189,16 @@ class Reconciler:
         fault: AdvanceError | None = None
         for _ in range(MAX_COALESCE_ROUNDS):
             try:
-                updates.append(
-                    await self._worker.run(
-                        mirror.advance,
-                        run,
-                        newest,
-                        scratch=self._config.scratch,
-                        progress=self._progress(),
-                        stop=self._worker.stopping,
-                        threads=self._config.threads,
-                    )
-                )
+                updates.append(await self._move(run, mirror, newest))
                 assert mirror.ref is not None
                 self._status.newest = await self._worker.run(run.newest, mirror.ref.version)
             except AdvanceError as error:
                 updates.append(error.partial)
                 fault = error
+                if isinstance(error.fault, NoRouteError):
+                    fault = await self._creep(run, mirror, newest, updates, error)
                 break
-            except StoreError as error:  # of the look for a newer one: what is here is good
+            except StitchError as error:  # of the look for a newer one: what is here is good
                 self._status.note_error(error)
                 break
             if self._status.newest <= mirror.ref.version:
@@ -214,6 +207,36 @@ class Reconciler:
         if len(updates) == 1:
             return updates[0], fault
         return await self._worker.run(UpdateSet.compose, updates), fault
+
+    async def _creep(
+        self,
+        run: Run,
+        mirror: Mirror,
+        newest: int,
+        updates: list[UpdateSet],
+        fault: AdvanceError,
+    ) -> AdvanceError:
+        """No route leads all the way: go version by version to where they end."""
+        while mirror.ref is not None and mirror.ref.version + 1 < newest:
+            if self._worker.stopping():
+                break
+            try:
+                updates.append(await self._move(run, mirror, mirror.ref.version + 1))
+            except AdvanceError as error:
+                updates.append(error.partial)
+                return error
+        return fault
+
+    async def _move(self, run: Run, mirror: Mirror, target: int) -> UpdateSet:
+        return await self._worker.run(
+            mirror.advance,
+            run,
+            target,
+            scratch=self._config.scratch,
+            progress=self._progress(),
+            stop=self._worker.stopping,
+            threads=self._config.threads,
+        )
 
     def _progress(self) -> Callable[[int, int], None]:
         """Counts fetched bytes; called in the worker thread after each step."""

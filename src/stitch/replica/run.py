@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 
 from stitch.board import open_board
-from stitch.errors import StitchError
 from stitch.replica.app import ReplicaApp
 from stitch.replica.config import ReplicaConfig
 from stitch.replica.hosts import EngineHost, host_for
@@ -49,7 +48,7 @@ async def serve_until(
             if on_listening is not None:
                 on_listening(app, port)
             await _until_stopped(asyncio.create_task(app.reconcile(board)), stop)
-    except StitchError:
+    except Exception:
         failed = True
         raise
     finally:
