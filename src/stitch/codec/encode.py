@@ -21,8 +21,13 @@ from stitch.tensors.reader import Progress, WeightReader
 from stitch.types import PatchStats, Schema
 
 DEFAULT_PART_BYTES = 64 << 20
-_SURELY_GAPS, _SURELY_DENSE = 0.12, 0.25
-"""`auto` picks by density outside these bounds, and by trying both between them."""
+_SURELY_GAPS, _SURELY_DENSE = 0.12, 0.6
+"""`auto` picks by density outside these bounds, and by trying both between them.
+
+On steps of a policy in training `gaps` stays the smaller one (by 40 % at 0.12, by 10 % at 0.6), but
+its time grows with the changes while that of `dense` does not: above 0.6 it takes several times as
+long for the last 10 %.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

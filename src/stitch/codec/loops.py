@@ -43,8 +43,13 @@ def _output(element: Any, ndim: int = 1) -> Any:
 
 
 def _compile(function: Callable[..., Any], result: Any, *arguments: Any) -> Callable[..., Any]:
-    options = {"nogil": True, "cache": True, "error_model": "numpy"}
-    compiled: Callable[..., Any] = numba.njit(result(*arguments), **options)(function)
+    signature = result(*arguments)
+    compiled: Callable[..., Any]
+    try:
+        compiled = numba.njit(signature, nogil=True, error_model="numpy", cache=True)(function)
+    except (RuntimeError, OSError):
+        # No place for the cache can be written, or its disk is full: compile for this process.
+        compiled = numba.njit(signature, nogil=True, error_model="numpy")(function)
     return compiled
 
 

@@ -12,9 +12,9 @@ _HEX = re.compile(r"[0-9a-f]*")
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """The value, or CorruptPatchError."""
+    """The value of ASCII JSON, or CorruptPatchError."""
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(data.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise CorruptPatchError(f"{what}: not the expected JSON: {error}") from None
 
