@@ -28,7 +28,7 @@ _MEMBER = re.compile(
 _SPACE = b" \t\r\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen would cost more to build
 class RequestBody:
     """A body ready to be forwarded.
 

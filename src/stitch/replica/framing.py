@@ -20,7 +20,7 @@ class ProtocolError(Exception):
     """An answer that is not HTTP/1.1."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made per request: frozen would cost more to build
 class Head:
     """Status line and header fields, in order; names are in lower case."""
 

@@ -25,7 +25,10 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     b"content-encoding",  # the server has decoded the body
     MIN.lower().encode(), EXACT.lower().encode(), RUN.lower().encode(),
 }  # fmt: skip
-_NOT_DOWNSTREAM = HOP_BY_HOP | {name.lower().encode() for name in (START, END, RUN)}
+_START, _END, _RUN = START.encode(), END.encode(), RUN.encode()
+_NOT_DOWNSTREAM = HOP_BY_HOP | {
+    b"content-length", START.lower().encode(), END.lower().encode(), RUN.lower().encode(),
+}  # fmt: skip
 
 
 def to_engine(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -37,16 +40,26 @@ def to_engine(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]
     return kept
 
 
-def to_client(head: Head) -> CIMultiDict[str]:
-    """An answer's end-to-end headers without the engine's own stamps."""
-    dropped = _NOT_DOWNSTREAM | named_by_connection(head.fields)
+def to_client(head: Head) -> list[tuple[bytes, bytes]]:
+    """An answer's end-to-end headers without its length and the engine's own stamps."""
+    dropped = _NOT_DOWNSTREAM
+    if b"connection" in head.last:
+        dropped = dropped | named_by_connection(head.fields)
+    return [field for field in head.fields if field[0] not in dropped]
+
+
+def as_text(fields: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
     return CIMultiDict(
-        [
-            (name.decode("ascii").title(), value.decode("utf-8", "replace"))
-            for name, value in head.fields
-            if name not in dropped
-        ]
+        [(name.decode("ascii"), value.decode("utf-8", "replace")) for name, value in fields]
     )
+
+
+def stamps(run: str, start: int, end: int | None) -> list[tuple[bytes, bytes]]:
+    """The headers that say which version an answer began and, if known, ended on."""
+    fields = [(_RUN, run.encode()), (_START, b"%d" % start)]
+    if end is not None:
+        fields.append((_END, b"%d" % end))
+    return fields
 
 
 def named_by_connection(fields: Iterable[tuple[bytes, bytes]]) -> set[bytes]:

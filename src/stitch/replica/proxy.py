@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 
 from aiohttp import web
-from multidict import CIMultiDict
 
 from stitch.errors import ConstraintError, EngineUnreachableError
 from stitch.replica import headers as hdr
 from stitch.replica.answers import broken_start_answer, error_answer, refusal_answer
-from stitch.replica.body import RequestBody, merge_constraints, read_body
+from stitch.replica.body import NO_CONSTRAINT, RequestBody, merge_constraints, read_body
 from stitch.replica.engine_http import EngineAnswer, EngineClient
 from stitch.replica.framing import Head
 from stitch.replica.gate import Gate, NotAdmittedError
+from stitch.replica.raw_answer import RawAnswer
 from stitch.replica.replica_metrics import ReplicaMetrics
 from stitch.replica.routes import Route
 from stitch.replica.salt import salted
@@ -141,12 +141,8 @@ class Proxy:
         else:
             end = await self._end_version(ref) if end is None else end
             payload = stamp_json(payload, start, end) or payload
-        out = hdr.to_client(upstream.head)
-        out.popall("Content-Length", None)
-        _stamp_headers(out, ref.run, start, end)
-        return web.Response(
-            body=payload, status=upstream.head.status, reason=upstream.head.reason, headers=out
-        )
+        fields = hdr.to_client(upstream.head) + hdr.stamps(ref.run, start, end)
+        return RawAnswer(upstream.head.status, upstream.head.reason, fields, payload)
 
     async def _stream(
         self,
@@ -156,16 +152,16 @@ class Proxy:
         start: int,
         stamper: StreamStamper | None,
     ) -> web.StreamResponse:
-        out = hdr.to_client(upstream.head)
-        _stamp_headers(out, ref.run, start, hdr.version(upstream.head, hdr.END))
-        if upstream.head.content_type == b"text/event-stream":
+        head = upstream.head
+        stamps = hdr.stamps(ref.run, start, hdr.version(head, hdr.END))
+        out = hdr.as_text(hdr.to_client(head) + stamps)
+        if head.content_type == b"text/event-stream":
             out["X-Accel-Buffering"] = "no"
             out["Cache-Control"] = "no-cache"
-        if stamper is not None:
-            out.popall("Content-Length", None)
-        answer = web.StreamResponse(
-            status=upstream.head.status, reason=upstream.head.reason, headers=out
-        )
+        length = head.get(b"content-length")
+        if stamper is None and length is not None:
+            out["Content-Length"] = length.decode()
+        answer = web.StreamResponse(status=head.status, reason=head.reason, headers=out)
         await answer.prepare(request)
         if request.method == "HEAD":
             return answer
@@ -220,6 +216,8 @@ async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
 def header_constraint(request: web.BaseRequest) -> VersionConstraint:
     """The constraint in X-Stitch-Min-Version or X-Stitch-Exact-Version; raises ConstraintError."""
     found = request.headers
+    if hdr.MIN not in found and hdr.EXACT not in found:
+        return NO_CONSTRAINT
     for name in (hdr.MIN, hdr.EXACT):
         if len(found.getall(name, ())) > 1:
             raise ConstraintError(f"the header {name} is given more than once")
@@ -230,10 +228,3 @@ def _is_plain(head: Head) -> bool:
     """Whether the payload's bytes are the content's; compressed ones are left alone."""
     coding = head.get(b"content-encoding")
     return coding is None or coding.lower() == b"identity"
-
-
-def _stamp_headers(out: CIMultiDict[str], run: str, start: int, end: int | None) -> None:
-    out[hdr.RUN] = run
-    out[hdr.START] = str(start)
-    if end is not None:
-        out[hdr.END] = str(end)
