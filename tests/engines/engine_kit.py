@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
+
+from stitch.engines.embedded.model import LoadedModel, load_model
+from stitch.engines.embedded.server import ServerOptions, build_app
 
 TOKEN = "a control token for tests"
 
@@ -27,11 +33,24 @@ class Served:
         await self._runner.cleanup()
 
 
-def embedded_app(
-    directory: Path, *, dtype: str = "bfloat16", view: str | None = None, **limits: Any
-) -> web.Application:
-    from stitch.engines.embedded.model import load_model
-    from stitch.engines.embedded.server import ServerOptions, build_app
+class PacedModel(LoadedModel):
+    """A tiny model whose steps take as long as a larger one's, so that tests can act meanwhile."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(0.004)
+        return super().forward(*args, **kwargs)
+
+
+def embedded_app(
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    view: str = "bf16",
+    paced: bool = False,
+    **limits: Any,
+) -> web.Application:
     loaded = load_model(directory, dtype=dtype, view=view)
+    if paced:
+        parts = {field.name: getattr(loaded, field.name) for field in dataclasses.fields(loaded)}
+        loaded = PacedModel(**parts)
     return build_app(loaded, ServerOptions(model_name="tiny", **limits), token=TOKEN)

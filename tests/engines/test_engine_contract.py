@@ -41,7 +41,18 @@ class TestEmbeddedEngine(EngineContract):
     async def subject(self, tiny: Path) -> AsyncIterator[Subject]:
         with open_checkpoint(tiny) as checkpoint:
             weights = HostWeights.load(checkpoint)
-        async with Served(embedded_app(tiny)) as url:
+        async with Served(embedded_app(tiny, dtype="bfloat16", paced=True)) as url:
+            control = ControlClient(url, TOKEN, schema=weights.schema)
+            yield Subject(engine=control, weights=weights, url=url)
+            await control.close()
+
+
+class TestEmbeddedEngineComputingInFloat32(EngineContract):
+    @pytest.fixture
+    async def subject(self, tiny: Path) -> AsyncIterator[Subject]:
+        with open_checkpoint(tiny) as checkpoint:
+            weights = HostWeights.load(checkpoint)
+        async with Served(embedded_app(tiny, dtype="float32", paced=True)) as url:
             control = ControlClient(url, TOKEN, schema=weights.schema)
             yield Subject(engine=control, weights=weights, url=url)
             await control.close()

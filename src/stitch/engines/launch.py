@@ -41,22 +41,20 @@ def embedded_command(
     port: int,
     host: str = "127.0.0.1",
     served_model_name: str | None = None,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "cpu",
     max_slots: int = 16,
     max_len: int = 512,
     threads: int = 1,
-    view: str | None = None,
+    view: str = "bf16",
 ) -> list[str]:
     """The command line of an embedded engine, for EngineProcess."""
     command = [sys.executable, "-m", "stitch.engines.embedded", "--model", str(model)]
     command += ["--host", host, "--port", str(port), "--dtype", dtype, "--device", device]
     command += ["--max-slots", str(max_slots), "--max-len", str(max_len)]
-    command += ["--threads", str(threads)]
+    command += ["--threads", str(threads), "--view", view]
     if served_model_name is not None:
         command += ["--served-model-name", served_model_name]
-    if view is not None:
-        command += ["--view", view]
     return command
 
 

@@ -32,15 +32,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model-name", help="default: the value of --model")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-slots", type=int, default=16, help="choices generated at a time")
     parser.add_argument("--max-len", type=int, default=512, help="prompt and output tokens")
     parser.add_argument("--max-queue", type=int, default=256, help="choices that may wait")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--view", help="served view; default bf16 for bfloat16, checkpoint for float32"
-    )
+    parser.add_argument("--view", default="bf16", help="what is served: bf16 or checkpoint")
     parser.add_argument("--log-level", default="WARNING")
     return parser
 

@@ -3,6 +3,10 @@
 Canonical names are the checkpoint's. Each maps to the storage that the model computes with; tied
 names map to the same storage. Tensors are written through, never replaced: replacing one would
 untie it and leave other references on the old values.
+
+A model may compute in float32 with BF16 weights (CPUs without BF16 matrix products are several
+times faster so). A BF16 value is the upper half of the equal float32 value, so the words of such a
+tensor are the upper halves of its storage, and the lower halves are zero.
 """
 
 from __future__ import annotations
@@ -80,7 +84,10 @@ class LiveWeights:
     """
 
     def __init__(self, schema: Schema, words: Sequence[torch.Tensor]) -> None:
-        """Adopt one flat integer tensor per schema tensor, each a view of live storage."""
+        """Adopt one flat integer tensor per schema tensor, each a view of live storage.
+
+        A view with a step of two words is taken for the upper halves of float32 storage.
+        """
         self._schema = schema
         self._words = list(words)
         self._ties = _ties(self._words)
@@ -96,12 +103,15 @@ class LiveWeights:
         wrong = []
         for spec, tensor in select(schema, model.state_dict()):
             got = spec_of(spec.name, tensor)
-            if got != spec:
-                wrong.append(f"{spec.name}: the model holds {got.dtype}, the view is {spec.dtype}")
-            elif not tensor.is_contiguous():
+            if not tensor.is_contiguous():
                 raise UsageError(f"tensor {spec.name} is not contiguous in the loaded model")
-            else:
+            if got == spec:
                 words.append(tensor.detach().view(_BITS[spec.word_bytes]).view(-1))
+            elif (got.dtype, spec.dtype) == ("F32", "BF16"):
+                words.append(_upper_halves(tensor))
+                _check_lower_halves(spec.name, words[-1])
+            else:
+                wrong.append(f"{spec.name}: the model holds {got.dtype}, the view is {spec.dtype}")
         if wrong:
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise SchemaMismatchError("; ".join(wrong[:8]) + more)
@@ -112,10 +122,14 @@ class LiveWeights:
         return self._schema
 
     def read(self, name: str, start: int, stop: int) -> Words:
-        """Words [start, stop); on a CPU a view of the live storage, else a copy."""
+        """Words [start, stop); on a CPU a view of the live storage where that is possible.
+
+        Raises EngineError if float32 storage holds more than the BF16 word that it stands for.
+        """
         spec = spec_for(self._schema, name, start, stop)
         piece = self._words[self._schema.index[name]][start:stop]
-        words: Words = piece.cpu().numpy().view(word_dtype(spec))
+        _check_lower_halves(name, piece)
+        words: Words = piece.contiguous().cpu().numpy().view(word_dtype(spec))
         words.flags.writeable = False
         return words
 
@@ -153,6 +167,18 @@ class LiveWeights:
                 "the live ones"
             )
         return patch
+
+
+def _upper_halves(tensor: torch.Tensor) -> torch.Tensor:
+    """The BF16 words inside contiguous float32 storage (little-endian): every second int16."""
+    return tensor.detach().view(torch.int32).view(-1).view(torch.int16)[1::2]
+
+
+def _check_lower_halves(name: str, words: torch.Tensor) -> None:
+    if words.numel() and words.stride(0) == 2:
+        halves = words.as_strided(words.shape, (2,), words.storage_offset() - 1)
+        if bool(halves.any()):
+            raise EngineError(f"tensor {name}: the model holds values that BF16 cannot express")
 
 
 def _check_bounds(item: TensorUpdate, spec: TensorSpec) -> None:
