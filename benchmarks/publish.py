@@ -62,7 +62,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print compact JSON")
     parser.add_argument("--gb", type=float, default=1.0, help="size of the view in GB")
-    parser.add_argument("--rounds", type=int, default=9, help="timed pairs per source dtype")
+    parser.add_argument("--rounds", type=int, default=15, help="timed pairs per source dtype")
     parser.add_argument("--torch-threads", type=int, default=1, help="for publish and copy alike")
     parser.add_argument("--dir", default=None, help="where the temporary files go")
     parser.add_argument("--measure", choices=SOURCE_DTYPES, help=argparse.SUPPRESS)
