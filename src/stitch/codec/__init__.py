@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stitch.codec.buckets import Bucket, Slice, plan_buckets
     from stitch.codec.decode import decode_parts
+    from stitch.codec.difference import diff_update
     from stitch.codec.digest import DigestState
-    from stitch.codec.encode import PatchEncoder, diff_update, encode_patch
+    from stitch.codec.encode import PatchEncoder, encode_patch
     from stitch.codec.kernels import warm
     from stitch.codec.patch import PatchHeader, read_header
     from stitch.codec.patched import PatchedReader
@@ -45,7 +46,7 @@ _HOMES = {
     "TensorUpdate": "update",
     "UpdateSet": "update",
     "decode_parts": "decode",
-    "diff_update": "encode",
+    "diff_update": "difference",
     "encode_patch": "encode",
     "plan_buckets": "buckets",
     "read_header": "patch",

@@ -9,24 +9,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, plan_buckets
-from stitch.codec.changes import BucketChanges, bounds_by_slice, find_changes
+from stitch.codec.changes import BucketChanges, find_changes
 from stitch.codec.digest import DigestState
 from stitch.codec.encodings import ENCODINGS
 from stitch.codec.patch import FORMAT, Entry, PatchHeader, payload_checksum, write_part
 from stitch.codec.pool import ordered
-from stitch.codec.update import TensorUpdate, UpdateSet
 from stitch.codec.words import Lanes
 from stitch.errors import SchemaMismatchError, UsageError
 from stitch.tensors.reader import Progress, WeightReader
 from stitch.types import PatchStats, Schema
 
 DEFAULT_PART_BYTES = 64 << 20
-_SURELY_GAPS, _SURELY_DENSE = 0.12, 0.6
+_SURELY_GAPS, _SURELY_DENSE = 0.12, 0.5
 """`auto` picks by density outside these bounds, and by trying both between them.
 
-On steps of a policy in training `gaps` stays the smaller one (by 40 % at 0.12, by 10 % at 0.6), but
-its time grows with the changes while that of `dense` does not: above 0.6 it takes several times as
-long for the last 10 %.
+On steps of a policy in training `gaps` stays the smaller one (by 35 % at 0.12, by 15 % at 0.5), but
+its time grows with the changes while that of `dense` does not: above that it takes several times as
+long for the last tenth.
 """
 
 
@@ -238,50 +237,3 @@ def encode_patch(
     )
     (data,) = encoder.parts()
     return data, encoder.stats
-
-
-def diff_update(
-    old: WeightReader,
-    new: WeightReader,
-    progress: Progress | None = None,
-    threads: int | None = None,
-) -> UpdateSet:
-    """The update set from `old` to `new`, without a patch in between."""
-    check_same_schema(old.schema, new.schema)
-    schema = old.schema
-    updates: list[TensorUpdate] = []
-    done = 0
-
-    def work(bucket: Bucket) -> tuple[Bucket, list[TensorUpdate]]:
-        return bucket, list(_updates_of(find_changes(bucket, old, new)))
-
-    for bucket, found in ordered(work, plan_buckets(schema), threads):
-        updates += found
-        done += bucket.num_bytes
-        if progress:
-            progress(done, schema.num_bytes)
-    return UpdateSet(sorted(updates, key=lambda update: (update.tensor, update.first)))
-
-
-def _updates_of(changes: BucketChanges) -> Iterator[TensorUpdate]:
-    bucket = changes.bucket
-    rows = bounds_by_slice(bucket, changes.positions)
-    for at, (piece, (lo, hi, offset)) in enumerate(zip(bucket.slices, rows, strict=True)):
-        if hi == lo:
-            continue
-        if (hi - lo) * (8 + 2 * bucket.word_bytes) > piece.num_elements * 2 * bucket.word_bytes:
-            whole = TensorUpdate(
-                tensor=piece.tensor,
-                positions=None,
-                start=piece.start,
-                new=changes.new_slices[at].copy(),
-                old=changes.old_slices[at].copy(),
-            )
-            yield whole
-            continue
-        yield TensorUpdate(
-            tensor=piece.tensor,
-            positions=changes.positions[lo:hi] - (offset - piece.start),
-            new=changes.new[lo:hi],
-            old=changes.old[lo:hi],
-        )

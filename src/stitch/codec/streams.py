@@ -78,9 +78,8 @@ def _read_pcodec(body: bytes, count: int, dtype: np.dtype[Any], what: str) -> Nu
     progress = _guarded(lambda: standalone.simple_decompress_into(body, numbers), what)
     if progress.n_processed != count or not progress.finished:
         raise CorruptPatchError(
-            f"{what}: pcodec stream holds "
-            f"{'more than' if not progress.finished else ''} {progress.n_processed} numbers, "
-            f"expected {count}"
+            f"{what}: the pcodec stream holds {'' if progress.finished else 'more than '}"
+            f"{progress.n_processed} numbers, expected {count}"
         )
     return numbers
 

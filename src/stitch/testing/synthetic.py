@@ -140,6 +140,8 @@ def _rate_for(
     lo, hi = -200.0, 200.0
     for _ in range(40):
         middle = (lo + hi) / 2
-        expected = sum(float(np.minimum(1.0, 2.0**middle / size).sum()) for size in sizes)
+        means = (2.0**middle / size for size in sizes)
+        # The mean of min(1, x) over exponential x of mean m is m (1 - exp(-1 / m)).
+        expected = sum(float((m * -np.expm1(-1.0 / m)).sum()) for m in means)
         lo, hi = (middle, hi) if expected < density * total else (lo, middle)
     return float(2.0**lo)
