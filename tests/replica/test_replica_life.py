@@ -10,7 +10,8 @@ import pytest
 from replica_kit import DEADLINE_S, Replica, engine_at, replica_of, until
 
 from stitch.board import Run
-from stitch.publish import Publisher
+from stitch.publish import Publisher, write_anchor
+from stitch.tensors import write_safetensors
 from stitch.testing.published import PublishedRun, copy_of, digest_of, published_run
 from stitch.testing.synthetic import adam_step
 from stitch.types import ReplicaState, VersionRef
@@ -237,6 +238,30 @@ async def test_an_engine_that_outlived_its_sidecar_is_proven_where_it_stands(
         assert [(c.from_version, c.version) for c in replica.app.status.commits] == [(2, 3)]
 
 
+async def test_an_engine_that_was_started_from_a_later_version_goes_on_from_there(
+    published: PublishedRun, tmp_path: Path
+) -> None:
+    write_safetensors(tmp_path / "at-2.safetensors", published.weights[2])
+    engine = engine_at(published, 2)
+    async with replica_of(published, engine, model=tmp_path / "at-2.safetensors") as replica:
+        await serves_bits_of(replica, published, 3)
+        assert [c.from_version for c in replica.app.status.commits] == [2]
+
+
+async def test_an_engine_that_entered_by_an_anchor_is_proven_by_it_after_a_restart(
+    published: PublishedRun, tmp_path: Path
+) -> None:
+    elsewhere = copy_of(published.weights[0])
+    adam_step(elsewhere, 0.1, seed=5)
+    write_safetensors(tmp_path / "other.safetensors", elsewhere)
+    write_anchor(published.run, published.weights[1], 1)
+    engine = engine_at(published, 2)
+    await engine.bind(VersionRef("r", 2), published.digests[2])
+    async with replica_of(published, engine, model=tmp_path / "other.safetensors") as replica:
+        await serves_bits_of(replica, published, 3)
+        assert [c.from_version for c in replica.app.status.commits] == [2]
+
+
 async def test_leftovers_of_an_earlier_sidecar_are_dropped(published: PublishedRun) -> None:
     engine = engine_at(published, 0)
     async with replica_of(published, engine) as replica:
@@ -263,6 +288,19 @@ async def test_an_attached_engine_that_restarts_is_proven_and_caught_up_again(
         await serves_bits_of(replica, published, 3)
         assert replica.app.status.engine is not None
         assert replica.app.status.engine.boot == fresh.boot
+
+
+async def test_an_engine_that_restarts_while_it_is_caught_up_is_proven_again(
+    published: PublishedRun,
+) -> None:
+    engine = engine_at(published, 0)
+    engine.faults.stage_failures = 10**6
+    async with replica_of(published, engine) as replica:
+        await until(lambda: replica.app.metrics.commits.value("failed") >= 1)
+        fresh = engine_at(published, 0)
+        engine.boot, engine.weights, engine._ref = fresh.boot, fresh.weights, None
+        engine.faults.stage_failures = 0
+        await serves_bits_of(replica, published, 3)
 
 
 async def test_verify_needs_the_token_from_elsewhere(published: PublishedRun) -> None:

@@ -16,7 +16,13 @@ from pathlib import Path
 from stitch.board import Run
 from stitch.codec import UpdateSet
 from stitch.engines.port import EngineDescription
-from stitch.errors import BaseMismatchError, EngineUnreachableError, FatalReplicaError
+from stitch.errors import (
+    BaseMismatchError,
+    CorruptRecordError,
+    EngineUnreachableError,
+    FatalReplicaError,
+    StoreError,
+)
 from stitch.mirror import Mirror
 from stitch.records import AnchorRecord
 from stitch.replica.committer import Committer
@@ -27,6 +33,9 @@ from stitch.types import ReplicaState, VersionRef
 from stitch.views import ViewReader
 
 log = logging.getLogger("stitch.replica.prover")
+
+MAX_IDENTIFIED = 256
+"""Newest versions that a checkpoint is compared with when it is not the base."""
 
 
 class Prover:
@@ -65,11 +74,9 @@ class Prover:
         self._status.move(ReplicaState.VERIFYING, "comparing the engine's weights with the run")
         async with self._committer.lock:
             try:
-                await self._bind(run, mirror, now.ref)
+                return await self._bound(run, mirror, now.ref)
             except BaseMismatchError as error:
                 mismatch = error
-            else:
-                return mirror
         await self._enter_by_anchor(run, mirror, mismatch)
         return mirror
 
@@ -107,17 +114,33 @@ class Prover:
                     f"{run.record.base}"
                 )
 
-    async def _bind(self, run: Run, mirror: Mirror, label: VersionRef | None) -> None:
-        """Prove the engine's label, or the base if it has none; BaseMismatchError if it is off."""
-        ref = mirror.identify(run)
+    async def _bound(self, run: Run, mirror: Mirror, label: VersionRef | None) -> Mirror:
+        """Prove the engine's label, or what its checkpoint is if it has none.
+
+        Returns the mirror at that version; raises BaseMismatchError if the weights are not it.
+        """
         if label is not None and label.run == run.name and label.version > 0:
             self._status.move(ReplicaState.VERIFYING, f"proving that the engine serves {label}")
-            await self._worker.run(
-                mirror.advance, run, label.version, scratch=self._scratch, threads=self._threads
-            )
+            mirror = await self._worker.run(self._mirror_at, run, mirror, label)
             ref = label
+        else:
+            ref = await self._worker.run(_identify, run, mirror)
         await self._engine.bind(ref, mirror.digest)
         self._status.run, self._status.applied = run.name, ref.version
+        return mirror
+
+    def _mirror_at(self, run: Run, mirror: Mirror, ref: VersionRef) -> Mirror:
+        """The mirror at `ref`: from the checkpoint if that is of the run, else from an anchor."""
+        try:
+            _identify(run, mirror)
+        except BaseMismatchError:
+            older = [version for version in run.anchors() if version <= ref.version]
+            anchor = run.anchor(max(older)) if older else None
+            if anchor is None:
+                raise
+            mirror = Mirror.from_anchor(run, anchor, scratch=self._scratch)
+        mirror.advance(run, ref.version, scratch=self._scratch, threads=self._threads)
+        return mirror
 
     async def _enter_by_anchor(self, run: Run, mirror: Mirror, mismatch: BaseMismatchError) -> None:
         """Replace whatever the engine holds by an anchor of the run; it serves nothing meanwhile.
@@ -146,6 +169,18 @@ class Prover:
         await self._engine.bind(label, mirror.digest)
         update: UpdateSet = await self._worker.run(mirror.jump, run, anchor, self._scratch)
         await self._committer.apply(label, VersionRef(run.name, anchor.version), update)
+
+
+def _identify(run: Run, mirror: Mirror) -> VersionRef:
+    """Which version the checkpoint is: the base, or one of the newest (a checked-out one)."""
+    try:
+        return mirror.identify(run)
+    except BaseMismatchError as mismatch:
+        newest = run.newest()
+        try:
+            return mirror.identify(run, range(newest, max(0, newest - MAX_IDENTIFIED), -1))
+        except (BaseMismatchError, StoreError, CorruptRecordError):
+            raise mismatch from None
 
 
 def _newest_anchor(run: Run) -> AnchorRecord | None:

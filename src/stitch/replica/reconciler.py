@@ -104,8 +104,7 @@ class Reconciler:
         )
         while True:
             self._reprove = False
-            mirror = await self._proven(prover, run)
-            await self._follow(run, mirror, committer)
+            await self._follow(run, await self._proven(prover, run), committer)
 
     async def _proven(self, prover: Prover, run: Run) -> Mirror:
         while True:

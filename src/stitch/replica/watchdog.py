@@ -91,13 +91,13 @@ class Watchdog:
         """Another process, or another label than ours, must be proven before it is served."""
         status = self._status
         known = status.engine
-        if known is None or status.ref is None:
+        if known is None:
             return
-        if now.boot != known.boot or now.ref != status.ref:
+        if now.boot != known.boot or (status.ref is not None and now.ref != status.ref):
             log.warning(
                 "event=engine_changed boot=%s ref=%s expected_boot=%s expected_ref=%s",
                 now.boot, now.ref, known.boot, status.ref,
             )  # fmt: skip
             self._on_changed()
-            return
-        status.engine = now
+        elif status.ref is not None:
+            status.engine = now
