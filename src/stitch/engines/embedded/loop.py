@@ -144,27 +144,29 @@ class DecodeLoop:
     # --- decode thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._between_steps():
-            if self._active:
-                self._step()
+        while self._wait_for_work():
+            self.turn()
         self._fail(self._active + list(self._queue), "the engine is stopping")
 
-    def _between_steps(self) -> bool:
-        """Take calls, departures and arrivals; wait if there is nothing to do. False to end."""
-        while True:
-            with self._wake:
-                self._wake.wait_for(self._has_work)
-                if self._stopping:
-                    self._cancel_calls()
-                    return False
-                calls, self._calls = self._calls, deque()
-            for work, future in calls:
-                _run_call(work, future)
-            with self._wake:
-                self._retire([it for it in self._active if it.aborted])
-                self._admit()
-            if self._active:
-                return True
+    def _wait_for_work(self) -> bool:
+        """Sleep while there is nothing to do. False to end."""
+        with self._wake:
+            self._wake.wait_for(self._has_work)
+            if self._stopping:
+                self._cancel_calls()
+            return not self._stopping
+
+    def turn(self) -> None:
+        """Calls, departures and arrivals, then one step. For the decode thread (and tests)."""
+        with self._wake:
+            calls, self._calls = self._calls, deque()
+        for work, future in calls:
+            _run_call(work, future)
+        with self._wake:
+            self._retire([it for it in self._active if it.aborted])
+            self._admit()
+        if self._active:
+            self._step()
 
     def _has_work(self) -> bool:
         return bool(self._stopping or self._calls or self._active or self._queue)
