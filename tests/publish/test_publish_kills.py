@@ -23,18 +23,14 @@ NUM_VERSIONS = 3
 
 KILLS = [
     "publish.snapshot:1",
-    "publish.snapshot:2",
     "publish.encoded:2",
     "publish.blob:2",
     "publish.before_manifest:2",
-    "publish.after_manifest:1",
     "publish.after_manifest:2",
     "publish.head:2",
-    "board.blob.temp:1",
     "board.blob.temp:2",
     "board.blob.created:2",
     "board.blob.done:2",
-    "board.manifest.temp:1",
     "board.manifest.temp:2",
     "board.manifest.created:1",
     "board.manifest.created:2",

@@ -137,6 +137,7 @@ class Advance:
 
     def _take(self, step: PatchStep | AnchorStep, parts: Future[list[bytes]] | None) -> bool:
         """Move over one step, fetching it a second time if it is bad; False: it stays bad."""
+        fault: StitchError | None = None
         for attempt in (1, 2):
             try:
                 fetched = parts.result() if parts is not None and attempt == 1 else None
@@ -147,8 +148,9 @@ class Advance:
                     "event=bad_step run=%s at=%d key=%s attempt=%d error=%s",
                     self._run.name, self._here.version, step.key, attempt, error,
                 )  # fmt: skip
-                self._last_fault = error
+                fault = error
         self._avoid.add(step.key)
+        self._last_fault = fault
         return False
 
     def _move(self, step: PatchStep | AnchorStep, parts: list[bytes] | None) -> UpdateSet:
