@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stitch.board import Board
+from stitch.board import Board, open_board
+from stitch.board.keys import TEMPORARY_FOLDER
 from stitch.errors import LineageError, RunNotFoundError, StoreError
 from stitch.mirror import Mirror
 from stitch.publish import Publisher, write_anchor
@@ -157,3 +159,20 @@ def test_versions_published_while_resuming_are_taken_up(
     with resume(world) as publisher:
         assert publisher.ref == VersionRef("r", 4)
     old.close()
+
+
+def test_a_beginning_publisher_sweeps_what_killed_writers_left(tmp_path: Path) -> None:
+    world = published_run(tmp_path, 1)
+    root = tmp_path / "swept-board"
+    folder = root / TEMPORARY_FOLDER
+    folder.mkdir(parents=True)
+    old, young = folder / "old", folder / "young"
+    for path in (old, young):
+        path.write_bytes(b"left by a killed writer")
+    two_hours_ago_s = old.stat().st_mtime - 7200
+    os.utime(old, (two_hours_ago_s, two_hours_ago_s))
+    with Publisher.start(open_board(root), "r", world.base, threads=1):
+        assert [path.name for path in folder.iterdir() if path.name in ("old", "young")] == ["young"]
+    os.utime(young, (two_hours_ago_s, two_hours_ago_s))
+    with Publisher.resume(open_board(root), "r", threads=1):
+        assert not young.exists()

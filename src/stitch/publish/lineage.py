@@ -45,6 +45,14 @@ def new_writer() -> str:
     return f"w{uuid.uuid4().hex[:16]}"
 
 
+def sweep(board: Board) -> None:
+    """Delete what killed writers left on the board; that it fails is no reason not to publish."""
+    try:
+        board.sweep_temporaries()
+    except StoreError as error:
+        log.warning("event=sweep_failed board=%s error=%s", board.url, error)
+
+
 def check_view(board: Board, run: str, view: str) -> None:
     """Raise UsageError unless `run` publishes `view`."""
     found = board.open_run(run).record.view
@@ -62,6 +70,7 @@ def start_run(
 ) -> Lineage:
     """See Publisher.start. The run record is created last but for the epoch."""
     check_absent(board, check_run_name(run))  # before hours of reading; create_run decides
+    sweep(board)
     writer = new_writer()
     with open_checkpoint(resolve_base(base)) as checkpoint:
         baseline = Mirror.load(ViewReader(checkpoint, view), progress, threads)
@@ -100,6 +109,7 @@ def resume_run(
 ) -> Lineage:
     """See Publisher.resume. A publisher that still runs is stopped only once this one can go on."""
     found = board.open_run(run)
+    sweep(board)
     baseline = _base_mirror(found, base, progress, threads) or _anchor_mirror(found, scratch)
     _advance(found, baseline, scratch, threads)
     epoch = board.begin_epoch(run, new_writer())
