@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,13 @@ class Served:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], deadline_s: float = 30.0) -> None:
+    """Wait for a condition that only asking can tell."""
+    async with asyncio.timeout(deadline_s):
+        while not await condition():  # noqa: ASYNC110 - it holds in another process or thread
+            await asyncio.sleep(0.005)
 
 
 class PacedModel(LoadedModel):

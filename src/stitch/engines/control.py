@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 from urllib.parse import quote
 
@@ -89,7 +90,7 @@ class ControlClient:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         payload: dict[str, Any] = {}
         if isinstance(body, bytes):
-            payload["data"] = body
+            payload["data"] = io.BytesIO(body)
         elif body is not None:
             payload["json"] = body
         # The path is already quoted; yarl must not quote it again.

@@ -34,10 +34,7 @@ def control_app(engine: Engine, *, schema: Schema, token: str) -> web.Applicatio
     if len(token) < 16:
         raise UsageError("the control token needs at least 16 characters")
     routes = _Routes(engine, schema)
-    app = web.Application(
-        middlewares=[_authorise(token), _report_errors],
-        client_max_size=MAX_RECEIVED_PART_BYTES,
-    )
+    app = web.Application(middlewares=[_authorise(token), _report_errors])
     app.add_routes(
         [
             web.get("/describe", routes.describe),
@@ -75,6 +72,9 @@ async def _report_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except StitchError as error:
         _log.warning("event=control_refused path=%s error=%s", request.path, error)
         return web.json_response(wire.error_to_json(error), status=_status_of(error))
+    except web.HTTPException as error:
+        body = {"error": {"type": "UsageError", "message": error.reason}}
+        return web.json_response(body, status=error.status)
 
 
 def _status_of(error: StitchError) -> int:
@@ -130,7 +130,7 @@ class _Routes:
         number = request.match_info["number"]
         if not number.isascii() or not number.isdigit() or len(number) > 9:
             raise UsageError(f"part number {number!r:.40} is not a number")
-        data = await request.read()
+        data = await _read_part(request)
         self._opened(request).parts.put(int(number), data)
         return _done()
 
@@ -194,6 +194,16 @@ def _mark_seen(task: asyncio.Task[Any]) -> None:
     """Fetch the outcome, so that an error whose caller left is not reported as never retrieved."""
     if not task.cancelled():
         task.exception()
+
+
+async def _read_part(request: web.Request) -> bytes:
+    """The body, up to our own limit: the application's is meant for ordinary requests."""
+    data = bytearray()
+    async for chunk in request.content.iter_any():
+        data += chunk
+        if len(data) > MAX_RECEIVED_PART_BYTES:
+            raise UsageError(f"a part may have at most {MAX_RECEIVED_PART_BYTES} bytes")
+    return bytes(data)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
