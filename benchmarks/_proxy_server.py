@@ -17,6 +17,7 @@ from stitch.replica.gate import Gate
 from stitch.replica.proxy import Proxy
 from stitch.replica.replica_metrics import ReplicaMetrics
 from stitch.replica.routes import RouteTable
+from stitch.replica.run import quiet_garbage_collector
 from stitch.replica.state import ReplicaStatus
 from stitch.types import ReplicaState, VersionRef
 
@@ -40,6 +41,7 @@ def serving_status() -> ReplicaStatus:
 
 
 async def serve(engine_port: int) -> None:
+    quiet_garbage_collector()
     status = serving_status()
     gate = Gate(status, lambda: None)
     client = EngineClient(f"http://127.0.0.1:{engine_port}")

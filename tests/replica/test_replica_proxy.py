@@ -21,6 +21,8 @@ from replica_kit import (
     until,
 )
 
+from stitch.errors import EngineUnreachableError
+from stitch.replica.engine_http import EngineClient
 from stitch.replica.stamps import stamp_event
 from stitch.types import ReplicaState
 
@@ -428,6 +430,44 @@ async def test_a_json_answer_cut_short_is_a_502() -> None:
 
     async with front_of(Upstream(script)) as (_, client), client.post(COMPLETIONS, json={}) as got:
         assert got.status == 502
+
+
+async def test_a_body_cut_short_is_never_taken_for_a_whole_one() -> None:
+    async def script(_: Asked, __: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer()[:-4])
+        writer.close()
+
+    async with Upstream(script).running() as url:
+        client = EngineClient(url)
+        got = await client.send("GET", "/", [], b"")
+        await until(lambda: got._connection.transport is None)
+        assert got.whole() is None
+        with pytest.raises(EngineUnreachableError, match="inside the answer"):
+            await got.read()
+        got.release()
+        await client.close()
+
+
+async def test_a_long_answer_waits_in_the_engine_when_nobody_reads_it() -> None:
+    sent = 0
+
+    async def script(_: Asked, __: Any, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: x/y\r\nContent-Length: 67108864\r\n\r\n")
+        for _i in range(64):
+            writer.write(b"x" * 2**20)
+            await writer.drain()
+            sent += 1
+
+    async with Upstream(script).running() as url:
+        client = EngineClient(url)
+        got = await client.send("GET", "/", [], b"")
+        await until(lambda: got._connection._paused)
+        assert sent < 64
+        assert len(await got.read()) == 2**26
+        got.release()
+        assert len(client._idle) == 1
+        await client.close()
 
 
 async def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:

@@ -26,6 +26,7 @@ _MEMBER = re.compile(
     rb'\{[ \t\r\n]*"(?:min|exact)_version"[ \t\r\n]*:[ \t\r\n]*[0-9]+[ \t\r\n]*\}'
 )
 _SPACE = b" \t\r\n"
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(slots=True)  # made per request: frozen would cost more to build
@@ -140,7 +141,7 @@ def _parse(data: bytes, *, strict: bool) -> object:
     A broken body without our key is the engine's to reject, in its own words.
     """
     try:
-        return json.loads(data)
+        return _DECODER.decode(data.decode("utf-8-sig" if data[:1] == b"\xef" else "utf-8"))
     except (ValueError, RecursionError) as error:
         if strict:
             raise ConstraintError(

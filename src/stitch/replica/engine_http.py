@@ -135,10 +135,15 @@ class _Connection(asyncio.Protocol):
             self.transport.resume_reading()
         return chunk
 
+    @property
+    def is_complete(self) -> bool:
+        """The whole answer is here, read or not."""
+        return self.ended and self._error is None
+
     def is_reusable(self) -> bool:
         transport = self.transport
         return (
-            self.ended
+            self.is_complete
             and not self.chunks
             and self.head is not None
             and self.head.keep_alive
@@ -220,11 +225,15 @@ class EngineAnswer:
         self._connection = connection
         self._pool = pool
 
+    def whole(self) -> bytes | None:
+        """The body, if it has already come in one piece with the head."""
+        connection = self._connection
+        if connection.is_complete and len(connection.chunks) == 1:
+            return connection.chunks.popleft()
+        return None
+
     async def read(self) -> bytes:
         """The whole body."""
-        connection = self._connection
-        if connection.ended and len(connection.chunks) == 1:
-            return connection.chunks.popleft()
         parts = [part async for part in self.chunks()]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

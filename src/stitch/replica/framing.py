@@ -57,7 +57,7 @@ def parse_head(raw: bytes) -> Head:
     match = _STATUS.fullmatch(first)
     if match is None:
         raise ProtocolError(f"status line {first[:80]!r}")
-    if b"\n" in raw.replace(b"\r\n", b"") or b"\r" in raw.replace(b"\r\n", b""):
+    if not raw.count(b"\n") == raw.count(b"\r") == len(lines):
         raise ProtocolError("a line break inside the head")
     fields = []
     for line in lines:

@@ -26,9 +26,8 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     MIN.lower().encode(), EXACT.lower().encode(), RUN.lower().encode(),
 }  # fmt: skip
 _START, _END, _RUN = START.encode(), END.encode(), RUN.encode()
-_NOT_DOWNSTREAM = HOP_BY_HOP | {
-    b"content-length", START.lower().encode(), END.lower().encode(), RUN.lower().encode(),
-}  # fmt: skip
+ENGINE_START, ENGINE_END = _START.lower(), _END.lower()
+_NOT_DOWNSTREAM = HOP_BY_HOP | {b"content-length", ENGINE_START, ENGINE_END, _RUN.lower()}
 
 
 def to_engine(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -71,7 +70,7 @@ def named_by_connection(fields: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
     return named
 
 
-def version(head: Head, name: str) -> int | None:
-    """A version number that the engine put into a header."""
-    text = head.get(name.lower().encode())
+def version(head: Head, name: bytes) -> int | None:
+    """A version number that the engine put into a header (named in lower case)."""
+    text = head.last.get(name)
     return int(text) if text is not None and text.isdigit() else None

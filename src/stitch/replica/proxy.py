@@ -110,7 +110,7 @@ class Proxy:
             return self._unreachable(error)
         try:
             head = upstream.head
-            start = hdr.version(head, hdr.START)
+            start = hdr.version(head, hdr.ENGINE_START)
             start = ref.version if start is None else start
             if constraint.unmet_by(start) is not None:
                 return broken_start_answer(start, constraint, self._status)
@@ -132,11 +132,13 @@ class Proxy:
         self, upstream: EngineAnswer, ref: VersionRef, start: int
     ) -> web.StreamResponse:
         try:
-            payload = await upstream.read()
+            payload = upstream.whole()
+            if payload is None:
+                payload = await upstream.read()
         except EngineUnreachableError as error:
             return self._unreachable(error)
-        end = hdr.version(upstream.head, hdr.END)
-        if hdr.version(upstream.head, hdr.START) is not None and is_stamped(payload):
+        end = hdr.version(upstream.head, hdr.ENGINE_END)
+        if hdr.ENGINE_START in upstream.head.last and is_stamped(payload):
             end = stamped_end(payload) if end is None else end
         else:
             end = await self._end_version(ref) if end is None else end
@@ -153,7 +155,7 @@ class Proxy:
         stamper: StreamStamper | None,
     ) -> web.StreamResponse:
         head = upstream.head
-        stamps = hdr.stamps(ref.run, start, hdr.version(head, hdr.END))
+        stamps = hdr.stamps(ref.run, start, hdr.version(head, hdr.ENGINE_END))
         out = hdr.as_text(hdr.to_client(head) + stamps)
         if head.content_type == b"text/event-stream":
             out["X-Accel-Buffering"] = "no"
@@ -188,29 +190,34 @@ class Proxy:
 
     async def _end_version(self, ref: VersionRef) -> int:
         """The version that is live now. During a commit it is known only after it, so wait."""
-        await self._gate.settled()
+        if self._gate.is_closed:
+            await self._gate.settled()
         applied = self._status.applied
         return ref.version if applied is None else max(applied, ref.version)
 
 
 async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
     """The whole body (decoded if it was compressed); raises BodyTooLargeError."""
+    if not request.can_read_body:
+        return b""
+    headers, content = request.headers, request.content
     length = request.content_length
     if length is not None and length > max_bytes:
         raise BodyTooLargeError(f"the body has {length} bytes; at most {max_bytes} are taken")
-    if not request.can_read_body:
-        return b""
-    if request.headers.get("Expect", "").lower() == "100-continue":
+    if "Expect" in headers and headers["Expect"].lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
-    parts: list[bytes] = []
-    size = 0
-    while part := await request.content.readany():
+    part = await content.readany()
+    if len(part) == length and "Content-Encoding" not in headers:
+        return part  # as nearly always: it all came at once
+    parts, size = [], 0
+    while part:
         parts.append(part)
         size += len(part)
         if size > max_bytes:
             raise BodyTooLargeError(f"the body has more than {max_bytes} bytes")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        part = await content.readany()
+    return b"".join(parts)
 
 
 def header_constraint(request: web.BaseRequest) -> VersionConstraint:
