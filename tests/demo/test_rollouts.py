@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from demo_fakes import SamplingClient
 
-from stitch.demo.rollouts import ask, collect, encode_prompt
-from stitch.demo.task import Problem, problems
+from stitch.demo.rollouts import ask, collect
+from stitch.demo.task import problems
 from stitch.errors import RequestFailedError
 
 
@@ -44,12 +44,3 @@ def test_an_answer_without_log_probabilities_is_refused(
     sampling_client.spoil = lambda choice: choice.pop("logprobs")
     with pytest.raises(RequestFailedError, match="4 token ids and 0 log-probabilities"):
         collect(asked(sampling_client, tiny[1]))
-
-
-def test_a_model_without_a_chat_template_gets_a_bare_prompt(tiny: tuple[Any, Any]) -> None:
-    _, tokenizer = tiny
-    problem = Problem(left=20, right=30)
-    chat = tokenizer.decode(encode_prompt(tokenizer, problem))
-    assert chat.endswith("20 + 30<|end|><|assistant|>")
-    tokenizer.chat_template = None
-    assert tokenizer.decode(encode_prompt(tokenizer, problem)) == "12 + 35 = 47\n20 + 30 ="

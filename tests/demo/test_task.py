@@ -39,3 +39,7 @@ def test_a_near_miss_earns_more_than_a_far_one_and_both_more_than_no_number() ->
 
 def test_a_longer_answer_earns_less() -> None:
     assert reward(SUM, "64", 10) < reward(SUM, "64", 5)
+
+
+def test_a_prompt_shows_one_solved_line_and_leaves_the_next_open() -> None:
+    assert SUM.prompt == "12 + 35 = 47\n18 + 46 ="

@@ -86,11 +86,20 @@ def collate(samples: Sequence[Sample], scores: Sequence[float], pad: int) -> Bat
     )
 
 
+def has_bf16() -> bool:
+    """Whether this CPU multiplies BF16 matrices without emulation."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def output_logprobs(model: Any, batch: Batch) -> torch.Tensor:
-    """Log-probabilities (B, T) of the output tokens under `model`, computed in BF16 autocast."""
+    """Log-probabilities (B, T) of the output tokens under `model`.
+
+    The matrix products run in BF16 where the CPU has instructions for it, else in FP32: emulated
+    ones were 6 times slower forward and 40 times slower backward.
+    """
     num_outputs = batch.mask.shape[1]
     positions = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
-    with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bf16()):
         logits = model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,

@@ -13,7 +13,7 @@ from typing import Any
 
 from stitch.types import VersionSpan
 
-PAUSE_S = 0.2
+RETRY_S = 0.2
 TIMEOUT_S = 300.0
 
 
@@ -30,15 +30,18 @@ class LongAnswer:
 
 
 class LongRequests:
-    """One thread per replica that asks again as soon as an answer is complete.
+    """One thread per replica that asks again `pause_s` seconds after an answer is complete.
 
     A request that its replica's death cuts off, or that comes before the replica is ready, is
     asked again there later and counts as retried. What the engine rejects counts as failed.
     """
 
-    def __init__(self, url_of: Callable[[str], str | None], max_tokens: int) -> None:
+    def __init__(
+        self, url_of: Callable[[str], str | None], max_tokens: int, pause_s: float
+    ) -> None:
         self._url_of = url_of
         self._max_tokens = max_tokens
+        self._pause_s = pause_s
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self.answers: list[LongAnswer] = []
@@ -64,8 +67,8 @@ class LongRequests:
     def _ask_forever(self, replica: str) -> None:
         while not self._stop.is_set():
             url = self._url_of(replica)
-            if url is None or not self._ask(replica, url):
-                self._stop.wait(PAUSE_S)
+            answered = url is not None and self._ask(replica, url)
+            self._stop.wait(self._pause_s if answered else RETRY_S)
 
     def _ask(self, replica: str, url: str) -> bool:
         """Ask once; whether an answer came."""

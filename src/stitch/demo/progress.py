@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from stitch.demo.output import plain_console
 from stitch.records import Heartbeat
 from stitch.types import ReplicaState
 
@@ -17,7 +18,7 @@ class Progress:
     """Lines with the seconds since the start. Use it as a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or plain_console()
         self._began_s = time.monotonic()
         self._status: Status | None = None
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stitch.demo.long_requests import LongAnswer
+from stitch.demo.output import plain_console
 from stitch.demo.settings import DemoSettings
 from stitch.demo.watch import Commit
 from stitch.records import Manifest
@@ -146,7 +147,7 @@ def machine() -> dict[str, Any]:
 
 def print_report(report: Mapping[str, Any], path: Path, console: Console | None = None) -> None:
     """The table, the proof and a summary."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or plain_console()
     console.print(_table(report["versions"]))
     for replica in report["replicas"]:
         equal = _proves(report, replica)
@@ -180,10 +181,10 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> Table:
         "reward",
         "changed",
         "patch",
-        "of checkpoint",
+        "share",
         "stage",
         "pause",
-        "to served",
+        "served after",
     )
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
@@ -206,6 +207,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _size(num_bytes: int) -> str:
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from stitch.client import Answer
 from stitch.client.client import COMPLETIONS
-from stitch.demo.task import Problem, is_correct, reward
+from stitch.demo.task import STOP, Problem, is_correct, reward
 from stitch.errors import RequestFailedError
 
 
@@ -21,8 +21,6 @@ class Asks(Protocol):
 
 class Tokenizer(Protocol):
     """The part of a `transformers` tokenizer that is used."""
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
     def encode(self, text: str, **options: Any) -> list[int]: ...
 
@@ -75,17 +73,6 @@ class Asked:
     future: Future[Answer]
 
 
-def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """Token ids of the chat, or of a bare line for models without a chat template."""
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(
-            problem.messages(), tokenize=False, add_generation_prompt=True
-        )
-    else:
-        text = f"12 + 35 = 47\n{problem.left} + {problem.right} ="
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
 def ask(
     client: Asks,
     tokenizer: Tokenizer,
@@ -100,13 +87,14 @@ def ask(
     """Send one request of `group_size` samples per problem; returns at once."""
     asked = []
     for group, problem in enumerate(problems):
-        prompt_ids = encode_prompt(tokenizer, problem)
+        prompt_ids = tuple(tokenizer.encode(problem.prompt, add_special_tokens=False))
         body = {
             "prompt": list(prompt_ids),
             "n": group_size,
             "max_tokens": max_tokens,
             "temperature": 1.0,
             "top_p": 1.0,
+            "stop": [STOP],
             "seed": seed * 1000 + group,
             "logprobs": 0,
             "return_token_ids": True,

@@ -36,13 +36,15 @@ class TrainerPlan:
     """JSON lines that the trainer writes for the supervisor."""
     enough: str
     """A file whose existence tells the trainer that `steps` will do."""
+    num_replicas: int
+    """Replicas to wait for before the first request."""
     steps: int
     max_steps: int
     min_step_s: float
     """A step takes at least this long; keeps a tiny model from outrunning the replicas' starts."""
     num_problems: int = 4
     group_size: int = 4
-    max_tokens: int = 24
+    max_tokens: int = 12
     seed: int = 0
     threads: int = 1
     deadline_s: float = 240.0

@@ -15,7 +15,7 @@ from stitch.board import Board, Run, open_board
 from stitch.demo.events import EventReader
 from stitch.demo.long_requests import LongRequests, post_json
 from stitch.demo.models import prepare_model
-from stitch.demo.processes import Child, child_environment, stop_all
+from stitch.demo.processes import Child, ChildDiedError, child_environment, stop_all
 from stitch.demo.progress import Progress
 from stitch.demo.report import Outcome, Proof, print_report, write_report
 from stitch.demo.settings import RUN, DemoSettings, TrainerPlan, spare_cpus
@@ -23,7 +23,8 @@ from stitch.demo.watch import FleetWatch
 from stitch.errors import FatalError, UsageError
 
 LATE, KILLED = "r3", "r2"
-REPLICAS = ("r1", KILLED, LATE)
+EARLY = ("r1", KILLED)
+REPLICAS = (*EARLY, LATE)
 LATE_AT, KILL_AT = 3, 4
 TICK_S = 0.1
 LOOK_EVERY_S = 0.5
@@ -43,8 +44,12 @@ def run_demo(settings: DemoSettings) -> int:
         raise UsageError(f"{work} is not empty; the demo wants a directory of its own")
     with Progress() as progress:
         model = prepare_model(settings.model, tiny=settings.tiny, work=work, say=progress.say)
-        with Fleet(settings, work, model) as fleet:
-            outcome = Story(fleet, progress).run()
+        try:
+            with Fleet(settings, work, model) as fleet:
+                outcome = Story(fleet, progress).run()
+        except ChildDiedError as error:
+            progress.say(f"{error}; its last lines:\n{error.log_tail}")
+            raise
     seconds = time.monotonic() - began_s
     report = write_report(settings.report, outcome, settings, seconds=seconds)
     print_report(report, settings.report)
@@ -83,7 +88,8 @@ class Fleet:
     def start_replica(self, name: str) -> None:
         args = ["serve", "--engine", "embedded", "--board", str(self.board_dir), "--run", RUN]
         args += ["--model", str(self.model), "--replica-id", name, "--port", "0"]
-        args += ["--poll-interval-s", "0.2", "--heartbeat-interval-s", "1", "--threads", "1"]
+        args += ["--poll-interval-s", "0.2", "--heartbeat-interval-s", "1"]
+        args += ["--threads", "1", "--dtype", "auto"]
         self._start(name, "stitch.cli", args, child_environment())
 
     def _start(self, name: str, module: str, args: list[str], environment: dict[str, str]) -> None:
@@ -99,10 +105,11 @@ class Fleet:
             model=str(self.model),
             events=str(self.work / "trainer-events.jsonl"),
             enough=str(self.enough),
+            num_replicas=len(EARLY),
             steps=settings.steps,
-            max_steps=settings.steps * (4 if settings.tiny else 2),
+            max_steps=settings.steps * (3 if settings.tiny else 2),
             min_step_s=1.0 if settings.tiny else 0.0,
-            max_tokens=16 if settings.tiny else 24,
+            max_tokens=12,
             threads=threads,
         )
 
@@ -127,11 +134,11 @@ class Story:
         self.progress.say(f"work directory: {fleet.work}")
         self.progress.say("starting the trainer and two replicas")
         fleet.start_trainer()
+        for name in EARLY:
+            fleet.start_replica(name)
         self._wait_for_run()
-        for name in REPLICAS:
-            if name != LATE:
-                fleet.start_replica(name)
-        self.requests = LongRequests(self._url_of, 400 if fleet.settings.tiny else 200)
+        tokens, pause_s = (400, 0.2) if fleet.settings.tiny else (160, 8.0)
+        self.requests = LongRequests(self._url_of, tokens, pause_s)
         for name in REPLICAS:
             self.requests.start(name)
         try:
@@ -149,7 +156,7 @@ class Story:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self.started:
             self._hear()
-            self._check(("trainer",))
+            self._check(tuple(self.fleet.children))
             if time.monotonic() > deadline_s:
                 raise FatalError(f"the trainer did not start within {START_TIMEOUT_S:.0f} s")
             _pause()

@@ -11,6 +11,8 @@ import random
 import re
 from dataclasses import dataclass
 
+STOP = "\n"
+"""Ends an answer."""
 NUMBER = re.compile(r"[0-9]+")
 DIGITS_SHARE = 0.3
 NUMBER_BONUS = 0.1
@@ -29,14 +31,10 @@ class Problem:
     def answer(self) -> int:
         return self.left + self.right
 
-    def messages(self) -> list[dict[str, str]]:
-        """A chat with one solved example, which a small model needs to keep to the form."""
-        return [
-            {"role": "system", "content": "Add."},
-            {"role": "user", "content": "12 + 35"},
-            {"role": "assistant", "content": "12 + 35 = 47"},
-            {"role": "user", "content": f"{self.left} + {self.right}"},
-        ]
+    @property
+    def prompt(self) -> str:
+        """One solved line, which a small model needs to keep to the form, and the open one."""
+        return f"12 + 35 = 47\n{self.left} + {self.right} ="
 
 
 def problems(step: int, count: int, seed: int = 0) -> list[Problem]:

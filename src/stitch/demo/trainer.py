@@ -22,10 +22,10 @@ from stitch.demo.master import load_model, spread, view_digest
 from stitch.demo.rollouts import Asked, Rollouts, ask, collect
 from stitch.demo.settings import TrainerPlan
 from stitch.demo.task import problems
-from stitch.errors import BaseMismatchError
+from stitch.errors import BaseMismatchError, NoReplicaError
 from stitch.publish import Publisher, Ticket
 
-log = logging.getLogger("stitch.demo.trainer")
+POLL_S = 0.2
 
 
 def main() -> int:
@@ -56,6 +56,7 @@ class Trainer:
         ) as publisher:
             self._prove_base()
             with Client(self._board, plan.run, refresh_s=0.5) as client:
+                self._wait_for_replicas(client)
                 newest = self._train(publisher, client)
         self._events.emit("final", version=newest, digest=self._digest())
 
@@ -115,6 +116,17 @@ class Trainer:
             example=rollouts.samples[0].text[:80],
         )
         return ticket
+
+    def _wait_for_replicas(self, client: Client) -> None:
+        """Until the first replicas are ready. The supervisor notices it if one dies instead."""
+        deadline_s = time.monotonic() + self._plan.deadline_s
+        while sum(replica.ready for replica in client.replicas()) < self._plan.num_replicas:
+            if time.monotonic() > deadline_s:
+                raise NoReplicaError(
+                    f"{self._plan.num_replicas} replicas were not ready within "
+                    f"{self._plan.deadline_s:.0f} s: {client.replicas()}"
+                )
+            threading.Event().wait(POLL_S)
 
     def _told_enough(self) -> bool:
         return Path(self._plan.enough).exists()
