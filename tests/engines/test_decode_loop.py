@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,27 @@ def test_greedy_tokens_are_those_of_transformers_own_generate(
         )
         # Our stop was switched off; so is generate's, unless it meets the id named above.
         assert it.tokens == out[0, len(prompt) :].tolist()
+
+
+def test_choices_of_one_prompt_compute_it_once_and_still_match_those_alone(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group() -> list[Wanted]:
+        return [Wanted(model, PROMPTS[2], seed, ignore_eos=True) for seed in range(4)]
+
+    alone, together = group(), group()
+    one_after_another(model, alone)
+    lengths: list[int] = []
+    forward = LoadedModel.forward
+
+    def counted(self: LoadedModel, pool: Any, rows: Any, tokens: Any, positions: Any) -> Any:
+        lengths.append(len(tokens))
+        return forward(self, pool, rows, tokens, positions)
+
+    monkeypatch.setattr(LoadedModel, "forward", counted)
+    all_at_once(model, together)
+    assert lengths[:2] == [len(PROMPTS[2]), 4]
+    assert [it.tokens for it in together] == [it.tokens for it in alone]
 
 
 def test_each_token_is_labelled_with_the_weights_that_made_it(model: LoadedModel) -> None:

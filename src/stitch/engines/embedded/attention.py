@@ -52,6 +52,11 @@ class KeyValuePool:
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give slot `target` the first `length` tokens of slot `source`."""
+        for pool in (*self.keys, *self.values):
+            pool[target, :, :length] = pool[source, :, :length]
+
 
 class _Step(threading.local):
     """What the step under way on this thread attends over."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -195,19 +196,23 @@ class DecodeLoop:
             generation.slot = -1
 
     def _step(self) -> None:
-        """One forward pass over every active row, then one token for each."""
+        """One forward pass over every active row, then one token for each generation."""
         version = self.ref.version if self.ref else None
-        rows, tokens, positions = _pack(self._active)
+        step = _pack(self._active)
         try:
-            logits = self._model.forward(self._pool, rows, tokens, positions)
+            logits = self._model.forward(self._pool, step.rows, step.tokens, step.positions)
+            for generation, row in zip(self._active, step.row_of, strict=True):
+                leader = step.rows[row]
+                if generation.slot != leader.slot:
+                    self._pool.copy(leader.slot, generation.slot, leader.stop - leader.start)
         except Exception as error:  # the edge of a step: its requests fail, the engine lives
             self._step_failed(error)
             return
         self._failed_steps = 0
         batch: list[tuple[Generation, Event]] = []
         finished = []
-        for generation, row_logits in zip(self._active, logits, strict=True):
-            event = _advance(generation, row_logits, version)
+        for generation, row in zip(self._active, step.row_of, strict=True):
+            event = _advance(generation, logits[row], version)
             batch.append((generation, event))
             if isinstance(event, Failed) or event.finish is not None:
                 finished.append(generation)
@@ -229,18 +234,41 @@ class DecodeLoop:
         self._deliver([(it, Failed(message)) for it in generations if not it.aborted])
 
 
-def _pack(active: Sequence[Generation]) -> tuple[tuple[Row, ...], list[int], list[int]]:
-    """Rows of the step: whole prompts of those that just joined, one token of all others."""
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """A step's input, and for each active generation the row whose logits are its own."""
+
+    rows: tuple[Row, ...]
+    tokens: list[int]
+    positions: list[int]
+    row_of: list[int]
+
+
+def _pack(active: Sequence[Generation]) -> _Packed:
+    """Whole prompts of those that just joined, one token of all others.
+
+    Generations that join together with the same prompt (choices of one request, a GRPO group)
+    share one row: alone, each would compute the very same numbers.
+    """
     rows: list[Row] = []
     tokens: list[int] = []
     positions: list[int] = []
+    row_of: list[int] = []
+    leaders: dict[tuple[int, ...], int] = {}
     for generation in active:
+        if not generation.output:
+            row = leaders.setdefault(tuple(generation.prompt), len(rows))
+            row_of.append(row)
+            if row < len(rows):
+                continue
+        else:
+            row_of.append(len(rows))
         start = len(tokens)
         at = generation.length - 1 if generation.output else 0
         tokens.extend(generation.output[-1:] or generation.prompt)
         positions.extend(range(at, generation.length))
         rows.append(Row(generation.slot, start, len(tokens), at))
-    return tuple(rows), tokens, positions
+    return _Packed(rows=tuple(rows), tokens=tokens, positions=positions, row_of=row_of)
 
 
 def _advance(generation: Generation, logits: torch.Tensor, version: int | None) -> Event:
