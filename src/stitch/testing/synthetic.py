@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from stitch.codec import TensorUpdate, UpdateSet
@@ -20,6 +18,10 @@ _EXPONENT_BITS = {
     "F64": 11, "F32": 8, "F16": 5, "BF16": 8,
     "F8_E5M2": 5, "F8_E4M3": 4, "F8_E4M3FNUZ": 4, "F8_E5M2FNUZ": 5,
 }  # fmt: skip
+
+
+_MAX_EXPONENT = 60
+"""Exponents are clipped to this, either way from the middle."""
 
 
 def synthetic_schema(hidden: int = 64, layers: int = 2, dtype: str = "BF16") -> Schema:
@@ -89,12 +91,12 @@ def adam_step(weights: HostWeights, density: float, seed: int) -> UpdateSet:
     are one ULP. Words of integer dtypes change with equal probability. Returns what changed.
     """
     rng = np.random.default_rng(seed)
-    sizes = {spec.name: ulp_sizes(weights, index) for index, spec in enumerate(_specs(weights))}
-    rate = _rate_for(density, sizes.values())
+    rate = _rate_for(density, weights)
     updates = []
-    for index, spec in enumerate(_specs(weights)):
+    for index, spec in enumerate(weights.schema.tensors):
         words = weights.words_at(index)
-        moved = rate * rng.exponential(1.0, words.size) / sizes[spec.name]
+        moved = rng.exponential(rate, words.size)
+        moved *= np.exp2(-ulp_exponents(weights, index))
         count = (moved + rng.random(words.size)).astype(np.int64)
         positions = np.flatnonzero(count)
         if not positions.size:
@@ -112,36 +114,30 @@ def adam_step(weights: HostWeights, density: float, seed: int) -> UpdateSet:
     return update
 
 
-def _specs(weights: HostWeights) -> tuple[TensorSpec, ...]:
-    return weights.schema.tensors
-
-
-def ulp_sizes(weights: HostWeights, index: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The spacing of values at each word (num_words,), up to one factor per dtype."""
+def ulp_exponents(weights: HostWeights, index: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """log2 of the spacing of values at each word (num_words,), up to a constant per dtype."""
     spec = weights.schema.tensors[index]
     words = weights.words_at(index)
     if spec.dtype not in FLOAT_DTYPES:
-        return np.ones(words.size)
+        return np.zeros(words.size, np.float32)
     mantissa, exponent = _MANTISSA_BITS[spec.dtype], _EXPONENT_BITS[spec.dtype]
-    mask = words.dtype.type((1 << exponent) - 1)
-    fields = (words >> words.dtype.type(mantissa)) & mask
-    sizes: np.ndarray[tuple[int], np.dtype[np.float64]] = np.exp2(
-        np.clip(fields.astype(np.float64) - (1 << (exponent - 1)), -60, 60)
-    )
-    return sizes
+    fields = (words >> words.dtype.type(mantissa)) & words.dtype.type((1 << exponent) - 1)
+    centred = fields.astype(np.float32) - np.float32(1 << (exponent - 1))
+    return np.clip(centred, -_MAX_EXPONENT, _MAX_EXPONENT, out=centred)
 
 
-def _rate_for(
-    density: float, sizes: Iterable[np.ndarray[tuple[int], np.dtype[np.float64]]]
-) -> float:
+def _rate_for(density: float, weights: HostWeights) -> float:
     """The mean |step| at which `density` of all words is expected to change, by bisection."""
-    sizes = [size for size in sizes if size.size]
-    total = sum(size.size for size in sizes)
+    counts = np.zeros(2 * _MAX_EXPONENT + 1, np.int64)
+    for index in range(len(weights.schema)):
+        rows = ulp_exponents(weights, index).astype(np.int64) + _MAX_EXPONENT
+        counts += np.bincount(rows, minlength=counts.size)
+    sizes = np.exp2(np.arange(-_MAX_EXPONENT, _MAX_EXPONENT + 1, dtype=np.float64))
     lo, hi = -200.0, 200.0
     for _ in range(40):
         middle = (lo + hi) / 2
-        means = (2.0**middle / size for size in sizes)
+        means = 2.0**middle / sizes
         # The mean of min(1, x) over exponential x of mean m is m (1 - exp(-1 / m)).
-        expected = sum(float((m * -np.expm1(-1.0 / m)).sum()) for m in means)
-        lo, hi = (middle, hi) if expected < density * total else (lo, middle)
+        expected = float((counts * means * -np.expm1(-1.0 / means)).sum())
+        lo, hi = (middle, hi) if expected < density * counts.sum() else (lo, middle)
     return float(2.0**lo)
