@@ -185,3 +185,39 @@ def test_members_go_to_the_end_of_an_object_and_nowhere_else() -> None:
     assert splice_members(b"{ \n}", b'"b":2') == b'{"b":2}'
     assert splice_members(b"[1]", b'"b":2') is None
     assert splice_members(b"", b'"b":2') is None
+
+
+@pytest.mark.parametrize(
+    ("body", "constraint"),
+    [
+        (b'{"a":[1,{"weight_version":{"min_version":7}}]}', None),
+        (b'{"a":{"weight_version":{"min_version":7}}}', None),
+        (b'{"a":{"b":1,"weight_version":{"min_version":7}} }', None),
+        (b'{"x\\"weight_version":{"min_version":7}}', None),
+        (b'{"x,\\"weight_version":{"min_version":7}}', None),
+        (b'{"a":"{","weight_version":{"min_version":7}}', AT_LEAST_7),
+        (b'{"a":"}}","weight_version":{"min_version":7} }\n', AT_LEAST_7),
+        (b' { "weight_version":{"min_version":7},"a":{"b":1}}', AT_LEAST_7),
+        (b'{"a":1,"weight_version":{"min_version":7},"b":"}"}', AT_LEAST_7),
+    ],
+)
+def test_where_the_key_stands_decides_with_and_without_parsing(
+    body: bytes, constraint: VersionConstraint | None
+) -> None:
+    got = read_body(body, None)
+    assert got.constraint == (constraint or VersionConstraint())
+    expected = json.loads(body)
+    if constraint:
+        del expected["weight_version"]
+    assert json.loads(got.data) == expected
+
+
+def test_a_long_prompt_is_not_parsed_for_a_constraint_at_either_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stitch.replica.body._DECODER", None)
+    constraint = b'"weight_version":{"min_version":7}'
+    rest = b'"prompt":[' + b"1," * 1000 + b"1]"
+    for body in (b"{" + rest + b"," + constraint + b"}", b"{" + constraint + b"," + rest + b"}"):
+        got = read_body(body, "cache_salt")
+        assert (got.constraint, got.data) == (AT_LEAST_7, b"{" + rest + b"}")

@@ -25,6 +25,9 @@ _MEMBER = re.compile(
     rb'"weight_version"[ \t\r\n]*:[ \t\r\n]*'
     rb'\{[ \t\r\n]*"(?:min|exact)_version"[ \t\r\n]*:[ \t\r\n]*[0-9]+[ \t\r\n]*\}'
 )
+_FIRST = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*(" + _MEMBER.pattern + rb")[ \t\r\n]*[,}]")
+_LAST = re.compile(rb"(" + _MEMBER.pattern + rb")[ \t\r\n]*\}[ \t\r\n]*")
+_VALUE = re.compile(rb'"(min|exact)_version"[ \t\r\n]*:[ \t\r\n]*(0|[1-9][0-9]{0,7})[ \t\r\n]*\}')
 _SPACE = b" \t\r\n"
 _DECODER = json.JSONDecoder()
 
@@ -57,6 +60,10 @@ def read_body(data: bytes, salt_field: str | None) -> RequestBody:
     may_have_salt = salt_field is not None and _quoted(salt_field) in data
     if not (num_quoted or may_have_salt or has_escapes):
         return RequestBody(data, is_object=True)
+    if num_quoted == 1 and not (may_have_salt or has_escapes):
+        found = _outermost_constraint(data)
+        if found is not None:
+            return RequestBody(cut_constraint(data) or data, found, is_object=True)
     value = _parse(data, strict=num_quoted > 0)
     if not isinstance(value, dict):
         return RequestBody(data, is_object=True)
@@ -71,6 +78,26 @@ def read_body(data: bytes, salt_field: str | None) -> RequestBody:
         del value[salt_field]
         data = dump_json(value)
     return RequestBody(data, constraint, is_object=True)
+
+
+def _outermost_constraint(data: bytes) -> VersionConstraint | None:
+    """The constraint, if it is plainly the first or the last member of the whole object.
+
+    Then it need not be parsed to know that it is at the top level: what the first brace opens and
+    the last one closes is the whole, and no text can hold unescaped quotes. That matters for long
+    prompts. None means: parse it.
+    """
+    at = data.find(_QUOTED_CONSTRAINT)
+    before = data[:at].rstrip()[-1:]
+    first = before == b"{" and _FIRST.match(data)
+    if not first and not (before in (b",", b"{") and _LAST.fullmatch(data, at)):
+        return None
+    value = _VALUE.search(data, at)
+    if value is None:
+        return None
+    if value[1] == b"min":
+        return VersionConstraint(min_version=int(value[2]))
+    return VersionConstraint(exact_version=int(value[2]))
 
 
 def cut_constraint(data: bytes) -> bytes | None:

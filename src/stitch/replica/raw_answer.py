@@ -49,7 +49,8 @@ class RawAnswer(web.StreamResponse):
             lines.append(b"connection: keep-alive\r\n")
         lines += (b"content-length: %d\r\n\r\n" % len(self._content), self._content)
         transport.write(b"".join(lines))
-        await request.writer.drain()
+        if transport.get_write_buffer_size():
+            await request.writer.drain()
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
