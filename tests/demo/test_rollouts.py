@@ -33,7 +33,7 @@ def test_each_problem_brings_a_group_of_samples_with_their_log_probabilities(
     for sample in rollouts.samples:
         assert len(sample.output_ids) == len(sample.logprobs) == 4
         assert sample.versions == (2, 3)
-    assert (rollouts.num_requests, rollouts.retried, rollouts.spanning) == (2, 2, 6)
+    assert (rollouts.num_requests, rollouts.retried, rollouts.spanning) == (2, 2, 2)
     assert rollouts.versions == [2, 3]
     assert sampling_client.options[0] == {"min_version": 2, "deadline_s": 9.0}
 

@@ -48,7 +48,7 @@ class Rollouts:
     num_requests: int
     retried: int
     spanning: int
-    """Answers whose tokens came from more than one version."""
+    """Requests whose tokens came from more than one version."""
 
     @property
     def versions(self) -> list[int]:
@@ -113,7 +113,7 @@ def collect(asked: Sequence[Asked]) -> Rollouts:
         found = [_sample(one, answer, at) for at in range(len(answer.choices))]
         samples += found
         retried += answer.attempts - 1
-        spanning += sum(len(sample.versions) > 1 for sample in found)
+        spanning += len({version for sample in found for version in sample.versions}) > 1
     return Rollouts(samples=samples, num_requests=len(asked), retried=retried, spanning=spanning)
 
 

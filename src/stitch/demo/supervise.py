@@ -7,6 +7,8 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,25 +40,42 @@ def run_demo(settings: DemoSettings) -> int:
     if settings.steps < KILL_AT + 2:
         raise UsageError(f"the demo needs at least {KILL_AT + 2} steps, got {settings.steps}")
     began_s = time.monotonic()
-    work = settings.work or Path(tempfile.mkdtemp(prefix="stitch-demo-"))
-    work.mkdir(parents=True, exist_ok=True)
-    if any(work.iterdir()):
-        raise UsageError(f"{work} is not empty; the demo wants a directory of its own")
+    with _work_directory(settings.work) as work:
+        outcome = _play(settings, work)
+        seconds = time.monotonic() - began_s
+        report = write_report(settings.report, outcome, settings, seconds=seconds)
+    print_report(report, settings.report)
+    return 0 if report["bit_exact"] and not report["requests"]["failed"] else 1
+
+
+@contextmanager
+def _work_directory(chosen: Path | None) -> Iterator[Path]:
+    """`chosen`, made if need be, or a temporary one that stays only when something went wrong."""
+    if chosen is None:
+        temporary = Path(tempfile.mkdtemp(prefix="stitch-demo-"))
+        try:
+            yield temporary
+        except (UsageError, KeyboardInterrupt):
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        return
+    chosen.mkdir(parents=True, exist_ok=True)
+    if any(chosen.iterdir()):
+        raise UsageError(f"{chosen} is not empty; the demo wants a directory of its own")
+    yield chosen
+
+
+def _play(settings: DemoSettings, work: Path) -> Outcome:
     with Progress() as progress:
         model = prepare_model(settings.model, tiny=settings.tiny, work=work, say=progress.say)
+        progress.say(f"board and logs: {work}")
         try:
             with Fleet(settings, work, model) as fleet:
-                outcome = Story(fleet, progress).run()
+                return Story(fleet, progress).run()
         except ChildDiedError as error:
             progress.say(f"{error}; its last lines:\n{error.log_tail}")
             raise
-    seconds = time.monotonic() - began_s
-    report = write_report(settings.report, outcome, settings, seconds=seconds)
-    print_report(report, settings.report)
-    good = bool(report["bit_exact"]) and not report["requests"]["failed"]
-    if good and settings.work is None:
-        shutil.rmtree(work, ignore_errors=True)
-    return 0 if good else 1
 
 
 class Fleet:
@@ -131,7 +150,6 @@ class Story:
 
     def run(self) -> Outcome:
         fleet = self.fleet
-        self.progress.say(f"work directory: {fleet.work}")
         self.progress.say("starting the trainer and two replicas")
         fleet.start_trainer()
         for name in EARLY:
