@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stitch.testing.tiny import tiny_checkpoint
+pytest.register_assert_rewrite("stitch.testing.engine_contract")
+
+from stitch.testing.tiny import tiny_checkpoint  # noqa: E402
 
 
 @pytest.fixture(scope="session")

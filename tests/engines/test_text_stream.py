@@ -42,6 +42,18 @@ def test_bytes_that_are_no_text_come_out_as_replacements_at_the_end() -> None:
     assert stream.finish() == "\ufffd\ufffd"
 
 
+@given(st.binary(max_size=40))
+def test_any_bytes_make_up_the_text_that_they_decode_to(data: bytes) -> None:
+    stream = TextStream(decode_bytes)
+    out = [stream.push(byte) for byte in data]
+    assert "".join(out) + stream.finish() == data.decode("utf-8", "replace")
+
+
+def test_bytes_that_are_no_text_are_not_held_for_ever() -> None:
+    stream = TextStream(decode_bytes)
+    assert "".join(stream.push(0xFF) for _ in range(10)) == "\ufffd" * 7
+
+
 @given(
     st.text(alphabet="abc", max_size=30),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),

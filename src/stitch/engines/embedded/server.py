@@ -306,9 +306,7 @@ class _Stream:
                 except EngineError as error:
                     return await self._break_off(error)
                 left -= choice.finish is not None
-            chunks = list(self._chunks(touched, started))
-            if chunks:
-                await self._send(chunks)
+            await self._send(list(self._chunks(touched, started)))
         return await self._end(num_prompt_tokens)
 
     async def _ready(self) -> list[tuple[int, Event]]:
@@ -319,11 +317,10 @@ class _Stream:
         return ready
 
     def _chunks(self, touched: dict[int, Choice], started: set[int]) -> Iterator[dict[str, Any]]:
-        """A chunk of each choice that has new text or ended; tokens without text wait for it."""
+        """A chunk of each choice that has new tokens, also where they released no text yet."""
         for at, choice in touched.items():
-            if len(choice.text) > choice.chars_sent or choice.finish is not None:
-                yield self._answer.chunk(choice, first=at not in started)
-                started.add(at)
+            yield self._answer.chunk(choice, first=at not in started)
+            started.add(at)
 
     async def _send(self, events: Sequence[dict[str, Any] | str]) -> None:
         lines = [event if isinstance(event, str) else json.dumps(event) for event in events]

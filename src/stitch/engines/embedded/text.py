@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 _UNFINISHED = "�"
+_MAX_UNFINISHED = 3
+"""Bytes of a character that may still be waiting for its last one."""
 
 
 class TextStream:
@@ -21,6 +23,7 @@ class TextStream:
         self._ids: list[int] = []
         self._context = 0
         self._read = 0
+        self._shown = 0
         self._held = ""
         self.stopped_by: str | None = None
 
@@ -40,16 +43,19 @@ class TextStream:
         return self._release(len(self._held))
 
     def _decoded(self, *, final: bool) -> str:
-        """Text of the unread tokens, or "" while they end inside a character.
+        """Text that the last token made certain.
 
-        Decoded together with the tokens read before them: tokenizers treat a first token specially.
+        Decoded together with the tokens read before: tokenizers treat a first token specially.
         """
-        before = self._decode(self._ids[self._context : self._read])
         whole = self._decode(self._ids[self._context :])
-        if not final and (whole.endswith(_UNFINISHED) or len(whole) <= len(before)):
+        certain = len(whole) if final else len(whole) - _num_unfinished(whole)
+        if certain <= self._shown:
             return ""
-        self._context, self._read = self._read, len(self._ids)
-        return whole[len(before) :]
+        new, self._shown = whole[self._shown : certain], certain
+        if certain == len(whole):
+            self._context, self._read = self._read, len(self._ids)
+            self._shown = len(self._decode(self._ids[self._context : self._read]))
+        return new
 
     def _cut(self) -> bool:
         found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
@@ -72,3 +78,8 @@ class TextStream:
     def _release(self, count: int) -> str:
         out, self._held = self._held[:count], self._held[count:]
         return out
+
+
+def _num_unfinished(text: str) -> int:
+    """Characters at the end that the next token may turn into others."""
+    return min(len(text) - len(text.rstrip(_UNFINISHED)), _MAX_UNFINISHED)
