@@ -37,7 +37,9 @@ class ReplicaConfig:
     engine_token: str | None = setting(None, help="its control token", secret=True)
     engine_port: int = setting(0, help="port of the embedded engine; 0 takes a free one")
     served_model_name: str | None = setting(None, help="model name in the embedded engine's API")
-    dtype: str = setting("bfloat16", help="dtype of the embedded engine's weights")
+    dtype: str = setting(
+        "auto", help="what the embedded engine computes in: bfloat16, float32, or the faster one"
+    )
     device: str = setting("cpu", help="device of the embedded engine")
     max_slots: int = setting(16, help="requests that the embedded engine runs together")
     max_len: int = setting(512, help="longest prompt and answer of the embedded engine, in tokens")
