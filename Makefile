@@ -20,6 +20,7 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -c 'from stitch.codec import warm; warm()'  # compile the kernels once, into their cache
 	touch $@
 
 demo: setup
