@@ -90,7 +90,6 @@ def outcome(**changes: Any) -> Outcome:
         ),
         long_errors=(),
         long_retried=3,
-        model="somewhere",
     )
     return dataclasses.replace(whole, **changes)
 

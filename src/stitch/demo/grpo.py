@@ -138,6 +138,7 @@ class Learner:
         """One update from all samples, in microbatches. Samples without output are left out."""
         scores = advantages([s.reward for s in samples], [s.group for s in samples])
         pairs = [(s, a) for s, a in zip(samples, scores, strict=True) if s.output_ids]
+        pairs.sort(key=lambda pair: len(pair[0].output_ids))  # less padding in each microbatch
         num_tokens = sum(len(s.output_ids) for s, _ in pairs)
         loss, outside = 0.0, 0.0
         for at in range(0, len(pairs), MICROBATCH):

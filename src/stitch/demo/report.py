@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stitch.demo.long_requests import LongAnswer
+from stitch.demo.models import DEFAULT_MODEL
 from stitch.demo.output import plain_console
 from stitch.demo.settings import DemoSettings
 from stitch.demo.watch import Commit
@@ -49,7 +50,6 @@ class Outcome:
     long_answers: tuple[LongAnswer, ...]
     long_errors: tuple[str, ...]
     long_retried: int
-    model: str
 
     @property
     def bit_exact(self) -> bool:
@@ -64,7 +64,7 @@ def write_report(
     """Write the report as JSON and return it."""
     report = {
         "bit_exact": outcome.bit_exact,
-        "model": "tiny random llama" if settings.tiny else outcome.model,
+        "model": "tiny random llama" if settings.tiny else settings.model or DEFAULT_MODEL,
         "seconds": round(seconds, 1),
         "view_bytes": outcome.view_bytes,
         "trainer": {

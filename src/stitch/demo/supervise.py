@@ -317,7 +317,6 @@ class Story:
             long_answers=tuple(self.requests.answers),
             long_errors=tuple(self.requests.errors),
             long_retried=self.requests.retried,
-            model=str(self.fleet.model),
         )
 
     def _joined(self, name: str) -> str:
