@@ -43,7 +43,7 @@ class ReplicaApp:
         self._worker = Worker("stitch-replica")
         self.gate = Gate(self.status, self.wake, max_wait_s=config.gate_wait_s)
         self.metrics = ReplicaMetrics(self.status, self.gate)
-        self._client = EngineClient(host.base_url)
+        self._client = EngineClient(host.base_url, vouch=self._vouch)
         self._proxy = Proxy(
             self.status,
             self.gate,
@@ -86,7 +86,9 @@ class ReplicaApp:
             return await self._endpoints.answer(request, route.path)
         self.metrics.requests.add(1.0, "403")
         return error_answer(
-            403, "BlockedRoute", f"{route.path} controls the engine and is not served here"
+            403,
+            "BlockedRoute",
+            f"{route.path} controls the engine, or is spelled with dot segments: not served here",
         )
 
     @contextlib.asynccontextmanager
@@ -156,6 +158,10 @@ class ReplicaApp:
             )
         finally:
             await engine.close()
+
+    async def _vouch(self) -> None:
+        if self._watchdog is not None:
+            await self._watchdog.vouch()
 
     def _engine_trouble(self) -> None:
         if self._watchdog is not None:

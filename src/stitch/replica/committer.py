@@ -64,9 +64,11 @@ class Committer:
             async with self._gate.closed():
                 self._enter(ReplicaState.COMMITTING, f"committing version {target.version}")
                 failpoints.reach("replica.committing")
+                self._status.in_doubt = target.version  # stays if this ends without an outcome
                 receipt = await self._commit(stage_id, base, target)
                 failpoints.reach("replica.committed")
                 self._status.run, self._status.applied = target.run, target.version
+                self._status.in_doubt = None
             return Committed(receipt=receipt, stage_s=staged_s - started_s)
 
     def _enter(self, state: ReplicaState, doing: str) -> None:
@@ -79,6 +81,9 @@ class Committer:
         except EngineUnreachableError as error:
             log.warning("event=commit_reply_lost stage=%s error=%s", stage_id, error)
             return await self._resolve(stage_id, base, target, error)
+        except EngineError:
+            self._status.in_doubt = None  # the engine has undone it and says so
+            raise
         if receipt.ref != target:
             raise FatalReplicaError(f"the engine committed {receipt.ref}, {target} was staged")
         return receipt
@@ -102,6 +107,7 @@ class Committer:
                         return await self.engine.commit(stage_id)  # the same receipt again
                     await self.engine.discard()
                     if (await self.engine.describe()).ref == base:
+                        self._status.in_doubt = None
                         raise EngineError(f"the commit of {target} did not happen: {cause}")
             except EngineUnreachableError as error:
                 cause = error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from urllib.parse import urlsplit
 
 from stitch.errors import EngineUnreachableError, UsageError
@@ -177,6 +177,8 @@ class _Connection(asyncio.Protocol):
             head = parse_head(raw)
             if head.status >= 200:
                 break
+            if head.status == 101:
+                raise ProtocolError("it switches protocols, which nobody asked for")
         self._body = body_reader(self._method, head)
         self.head = head
         rest, self._buffered = self._buffered, b""
@@ -248,15 +250,27 @@ class EngineAnswer:
 
 
 class EngineClient:
-    """Sends requests to one engine. Lives on one event loop."""
+    """Sends requests to one engine. Lives on one event loop.
 
-    def __init__(self, base_url: str, *, connect_timeout_s: float = 10.0) -> None:
+    `vouch` is awaited whenever a connection was opened, before anything is sent on it; it raises
+    EngineUnreachableError if it is not the proven engine that answers at that address now. An
+    engine that restarts loses its connections, so those that live on lead to the proven one.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        connect_timeout_s: float = 10.0,
+        vouch: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
             raise UsageError(f"the engine's address must be http://HOST:PORT, got {base_url!r}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._host_header = b"host: " + parts.netloc.rpartition("@")[2].encode() + b"\r\n"
         self._connect_timeout_s = connect_timeout_s
+        self._vouch = vouch
         self._idle: deque[_Connection] = deque()
         self._closed = False
 
@@ -319,6 +333,12 @@ class EngineClient:
                 f"no connection to the engine at {self._host}:{self._port}: "
                 f"{error or type(error).__name__}"
             ) from error
+        if self._vouch is not None:
+            try:
+                await self._vouch()
+            except BaseException:
+                connection.close()
+                raise
         return connection
 
     async def _exchange(

@@ -127,6 +127,7 @@ class Prover:
             ref = await self._worker.run(_identify, run, mirror)
         await self._engine.bind(ref, mirror.digest)
         self._status.run, self._status.applied = run.name, ref.version
+        self._status.in_doubt = None
         return mirror
 
     def _mirror_at(self, run: Run, mirror: Mirror, ref: VersionRef) -> Mirror:
@@ -139,7 +140,13 @@ class Prover:
             if anchor is None:
                 raise
             mirror = Mirror.from_anchor(run, anchor, scratch=self._scratch)
-        mirror.advance(run, ref.version, scratch=self._scratch, threads=self._threads)
+        mirror.advance(
+            run,
+            ref.version,
+            scratch=self._scratch,
+            stop=self._worker.stopping,
+            threads=self._threads,
+        )
         return mirror
 
     async def _enter_by_anchor(self, run: Run, mirror: Mirror, mismatch: BaseMismatchError) -> None:

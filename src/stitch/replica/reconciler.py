@@ -133,8 +133,9 @@ class Reconciler:
                 self.ask_reprove()
                 continue
             except StitchError as error:
-                if mirror.ref is None or mirror.ref.version != self._status.applied:
-                    self.ask_reprove()  # the mirror no longer is what the engine holds
+                moved = mirror.ref is None or mirror.ref.version != self._status.applied
+                if moved or self._status.in_doubt is not None:
+                    self.ask_reprove()  # the mirror may not be what the engine holds
                 await self._fault(error)
                 continue
             self._num_faults = 0
@@ -283,14 +284,18 @@ class Reconciler:
         """No way past a version: say which and why, and serve what is proven."""
         self._status.blocked = f"version {fault.ref.version + 1}: {describe_error(fault.fault)}"
         if not isinstance(fault.__cause__, StoreError):  # trying again soon may well not help
-            self._status.caught_up = True
+            self._caught_up()
 
     def _serving(self) -> None:
         status = self._status
-        if not self._reprove:
-            status.caught_up = True
+        if self._caught_up():
             status.blocked = ""
             status.move(ReplicaState.SERVING)
+
+    def _caught_up(self) -> bool:
+        """Open for requests, unless the engine turned out to be another meanwhile."""
+        self._status.caught_up = not self._reprove
+        return self._status.caught_up
 
     async def _fault(self, error: StitchError) -> None:
         """Note what went wrong and wait, longer each time; a wake-up shortens the wait."""
@@ -302,8 +307,9 @@ class Reconciler:
         wait_s = self._config.poll_interval_s * 2.0 ** min(self._num_faults - 1, 16)
         wait_s = min(wait_s, self._config.max_backoff_s) * random.uniform(0.75, 1.25)
         await asyncio.sleep(min(MIN_RETRY_S, wait_s))
-        self._wake.clear()
-        await self._pause(wait_s - MIN_RETRY_S)
+        if not self._reprove:  # proving anew does not wait for what the fault was about
+            self._wake.clear()
+            await self._pause(wait_s - MIN_RETRY_S)
 
     async def _pause(self, seconds_s: float) -> None:
         """Wait, at most until woken."""

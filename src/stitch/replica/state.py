@@ -56,6 +56,9 @@ class ReplicaStatus:
     run: str | None = None
     applied: int | None = None
     newest: int | None = None
+    in_doubt: int | None = None
+    """A version that the engine may serve though `applied` is another: while a commit is under way,
+    and after one whose outcome is not known. Nothing is admitted until it is."""
     caught_up: bool = False
     """Whether the first catch-up has ended; before that no request is served."""
     blocked: str = ""
@@ -85,6 +88,8 @@ class ReplicaStatus:
     def ref(self) -> VersionRef | None:
         """The version that is served, once requests are admitted to it."""
         if self.run is None or self.applied is None or not self.caught_up:
+            return None
+        if self.in_doubt is not None:
             return None
         return VersionRef(self.run, self.applied)
 

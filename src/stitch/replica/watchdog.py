@@ -37,6 +37,10 @@ class Watchdog:
         self._down_budget_s = down_budget_s
         self._on_changed = on_changed
         self._look_now = asyncio.Event()
+        self._vouching = asyncio.Lock()
+        self._num_asked = 0
+        self._num_vouched = 0
+        self._doubt: str | None = None
 
     def look_now(self) -> None:
         """Someone met a broken connection to the engine."""
@@ -55,6 +59,33 @@ class Watchdog:
                 await asyncio.sleep(min(0.1, pause_s))  # many requests break at once: look once
             except TimeoutError:
                 continue
+
+    async def vouch(self) -> None:
+        """Raise EngineUnreachableError unless the engine that answers now is the proven one.
+
+        Those who ask while a look is under way share the next one.
+        """
+        self._num_asked += 1
+        mine = self._num_asked
+        async with self._vouching:
+            if self._num_vouched < mine:
+                covered = self._num_asked
+                self._doubt = await self._doubt_about_engine()
+                self._num_vouched = covered
+            if self._doubt is not None:
+                raise EngineUnreachableError(self._doubt)
+
+    async def _doubt_about_engine(self) -> str | None:
+        status, known = self._status, self._status.engine
+        try:
+            now = await self._committer.engine.describe()
+        except StitchError as error:
+            return str(error)
+        if known is not None and now.boot != known.boot:
+            if status.engine is known:  # nobody has met the new one yet
+                self._on_changed()
+            return f"the engine restarted (boot {known.boot}, now {now.boot}) and is not proven yet"
+        return None if status.caught_up else f"what the engine serves is not proven: {status.doing}"
 
     async def _look(self) -> None:
         try:
