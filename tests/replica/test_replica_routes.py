@@ -65,3 +65,25 @@ def test_own_routes_are_ours_with_or_without_a_query() -> None:
 )
 def test_generating_routes_are_known(target: str, generates: bool) -> None:
     assert TABLE.route(target).generates is generates
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/%3f/../stitch/v1/commit", "/a%3Fb/../../stitch/v1/commit", "/admin/../v1/models",
+        "/admin/..;/v1/models", "/stitch/%2e%2e/v1/models", "/v1/models/%3f/..", "/v1/./models",
+        "/stitch\\..\\v1\\models",
+    ],
+)  # fmt: skip
+def test_a_path_with_dot_segments_has_two_readings_and_is_not_forwarded(target: str) -> None:
+    assert TABLE.route(target).kind is RouteKind.BLOCKED
+
+
+def test_dots_that_are_no_segments_are_forwarded() -> None:
+    for target in (
+        "/v1/models/a..b",
+        "/v1/files/.hidden",
+        "/v1/models?next=../x",
+        "/v1/models/...",
+    ):
+        assert TABLE.route(target).kind is RouteKind.FORWARD

@@ -1,7 +1,8 @@
 """Which requests reach the engine: everything but its weight and lifecycle control routes.
 
 A target is compared after the most lenient reading an engine could give it: percent-decoded until
-nothing changes, lower case, slashes collapsed, dot segments resolved, parameters dropped.
+nothing changes, lower case, slashes collapsed, parameters dropped. Dot segments have more than one
+reading and are not forwarded at all.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class RouteTable:
         kind = RouteKind.FORWARD
         if raw.partition("?")[0] in self._own:
             kind = RouteKind.OWN
-        elif self._is_blocked(path):
+        elif has_dot_segments(raw) or self._is_blocked(path):
             kind = RouteKind.BLOCKED
         return Route(kind, path, raw, posixpath.basename(path) in GENERATE_SEGMENTS)
 
@@ -96,13 +97,26 @@ def origin_form(target: str) -> str:
 
 def normal_path(target: str) -> str:
     """The path of `target` under the most lenient reading (see the module's first lines)."""
+    path = _decoded_path(target).partition("?")[0]
+    return posixpath.normpath("/" + path.lstrip("/")).replace("//", "/")
+
+
+def has_dot_segments(target: str) -> bool:
+    """Whether any reading of the path has `.` or `..` segments.
+
+    Some engines resolve them and others take them as names, so `/a/../b` may lead to the routes
+    below `/a` or to `/b`. Honest clients resolve them before they ask.
+    """
+    return any(part in (".", "..") for part in re.split(r"[/?]", _decoded_path(target)))
+
+
+def _decoded_path(target: str) -> str:
     path = target.partition("?")[0]
     for _ in range(8):
         decoded = unquote(path, errors="replace")
         if decoded == path:
             break
         path = decoded
-    path = path.partition("?")[0].replace("\\", "/").lower()
+    path = path.replace("\\", "/").lower()
     path = "".join(ch for ch in path if ch > " " and ch != "\x7f")
-    path = re.sub(r";[^/]*", "", path)
-    return posixpath.normpath("/" + path.lstrip("/")).replace("//", "/")
+    return re.sub(r";[^/]*", "", path)
