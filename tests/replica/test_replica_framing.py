@@ -59,6 +59,7 @@ def test_answers_without_a_body_end_with_their_head() -> None:
         b"HTTP/1.1 200 OK\r\n folded: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nbad name: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\na: b\nc: d\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\na: b\x00c\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello!",
@@ -86,3 +87,20 @@ def test_malformed_answers_are_refused(raw: bytes) -> None:
 )
 def test_whether_the_connection_lives_on_is_read_from_the_head(head: bytes, keep: bool) -> None:
     assert parse_head(head).keep_alive is keep
+
+
+def test_many_small_chunks_are_read_in_time_that_grows_with_their_number() -> None:
+    """The bytes copied while reading, counted by a bytes type that tells of its slices."""
+    copied = 0
+
+    class Counted(bytes):
+        def __getitem__(self, key: object) -> object:  # type: ignore[override]
+            nonlocal copied
+            part = super().__getitem__(key)  # type: ignore[index]
+            copied += len(part) if isinstance(part, bytes) else 0
+            return Counted(part) if isinstance(part, bytes) else part
+
+    reader = body_reader(b"GET", parse_head(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"))
+    data = b"1\r\nx\r\n" * 5_000
+    assert b"".join(reader.feed(Counted(data))) == b"x" * 5_000
+    assert copied < 2 * len(data)

@@ -13,6 +13,7 @@ MAX_LINE_BYTES = 16 * 1024
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n]*))?")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?")
 
 
@@ -59,6 +60,8 @@ def parse_head(raw: bytes) -> Head:
         raise ProtocolError(f"status line {first[:80]!r}")
     if not raw.count(b"\n") == raw.count(b"\r") == len(lines):
         raise ProtocolError("a line break inside the head")
+    if _CONTROL.search(raw):
+        raise ProtocolError("a control character inside the head")
     fields = []
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -119,10 +122,15 @@ class _UntilClose(BodyReader):
 
 
 class _Chunked(BodyReader):
-    """RFC 9112, section 7.1. Extensions and trailers are read and dropped."""
+    """RFC 9112, section 7.1. Extensions and trailers are read and dropped.
+
+    `_at` walks over `_data`, which is cut once per feed: work grows with the bytes, however many
+    small chunks they hold.
+    """
 
     def __init__(self) -> None:
         self._data = b""
+        self._at = 0
         self._left = 0  # bytes of the current chunk still to come
         self._after_chunk = False
         self._in_trailer = False
@@ -130,8 +138,9 @@ class _Chunked(BodyReader):
     def feed(self, data: bytes) -> list[bytes]:
         self._data = self._data + data if self._data else data
         parts: list[bytes] = []
-        while self._data and not self.ended and self._step(parts):
+        while self._at < len(self._data) and not self.ended and self._step(parts):
             pass
+        self._data, self._at = self._data[self._at :], 0
         if self.ended and self._data:
             raise ProtocolError(f"{len(self._data)} bytes follow the answer")
         return parts
@@ -139,8 +148,9 @@ class _Chunked(BodyReader):
     def _step(self, parts: list[bytes]) -> bool:
         """Consume one element; False when more bytes are needed."""
         if self._left:
-            part, self._data = self._data[: self._left], self._data[self._left :]
+            part = self._data[self._at : self._at + self._left]
             parts.append(part)
+            self._at += len(part)
             self._left -= len(part)
             self._after_chunk = self._left == 0
             return True
@@ -162,18 +172,23 @@ class _Chunked(BodyReader):
         return True
 
     def _line(self) -> bytes | None:
-        end = self._data.find(b"\r\n")
+        start, end = self._at, self._data.find(b"\r\n", self._at)
         if end < 0:
-            if len(self._data) > MAX_LINE_BYTES:
+            if len(self._data) - start > MAX_LINE_BYTES:
                 raise ProtocolError("a chunk's size line has no end")
             return None
-        line, self._data = self._data[:end], self._data[end + 2 :]
-        return line
+        self._at = end + 2
+        return self._data[start:end]
+
+
+def has_no_body(method: bytes, head: Head) -> bool:
+    """Whether the answer ends with its head, whatever its fields say."""
+    return method == b"HEAD" or head.status in (204, 304)
 
 
 def body_reader(method: bytes, head: Head) -> BodyReader:
     """How the body after `head` ends (RFC 9112, section 6.3)."""
-    if method == b"HEAD" or head.status in (204, 304):
+    if has_no_body(method, head):
         return _ByLength(0)
     coding = head.get(b"transfer-encoding")
     if coding is not None:
