@@ -221,3 +221,19 @@ def test_a_long_prompt_is_not_parsed_for_a_constraint_at_either_end(
     for body in (b"{" + rest + b"," + constraint + b"}", b"{" + constraint + b"," + rest + b"}"):
         got = read_body(body, "cache_salt")
         assert (got.constraint, got.data) == (AT_LEAST_7, b"{" + rest + b"}")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_json_in_another_encoding_is_refused_since_its_demands_would_not_be_seen(
+    encoding: str,
+) -> None:
+    with pytest.raises(ConstraintError, match="UTF-8"):
+        read_body(' {"weight_version":{"min_version":7}}'.encode(encoding), "cache_salt")
+    other = "no object".encode(encoding)
+    assert read_body(other, "cache_salt").data == other
+
+
+def test_a_body_too_deep_to_be_read_is_refused_if_escapes_may_spell_the_key() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    with pytest.raises(ConstraintError, match="can be read here"):
+        read_body(b'{"weight\\u005fversion":{"min_version":7},"a":%b}' % deep, None)

@@ -21,6 +21,8 @@ NO_CONSTRAINT = VersionConstraint()
 
 _QUOTED_CONSTRAINT = b'"weight_version"'
 _JSON_OBJECT = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
+_WIDE_OBJECT = re.compile(rb"(?:\xff\xfe|\xfe\xff)?[\x00 \t\r\n]*(?:\xfe\xff)?[\x00 \t\r\n]*\{")
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _MEMBER = re.compile(
     rb'"weight_version"[ \t\r\n]*:[ \t\r\n]*'
     rb'\{[ \t\r\n]*"(?:min|exact)_version"[ \t\r\n]*:[ \t\r\n]*[0-9]+[ \t\r\n]*\}'
@@ -53,6 +55,8 @@ def read_body(data: bytes, salt_field: str | None) -> RequestBody:
 
     `salt_field`: the engine's cache-salt key on routes that take one, else None.
     """
+    if b"\x00" in data[:4] or data[:2] in _UTF16_MARKS:
+        _refuse_wide_object(data)
     if not _JSON_OBJECT.match(data):
         return RequestBody(data)
     has_escapes = b"\\u" in data
@@ -78,6 +82,15 @@ def read_body(data: bytes, salt_field: str | None) -> RequestBody:
         del value[salt_field]
         data = dump_json(value)
     return RequestBody(data, constraint, is_object=True)
+
+
+def _refuse_wide_object(data: bytes) -> None:
+    """Raise ConstraintError for a JSON object in UTF-16 or UTF-32.
+
+    Some parsers, Python's among them, take those; what they demand would not be seen here.
+    """
+    if _WIDE_OBJECT.match(data):
+        raise ConstraintError("JSON bodies must be in UTF-8 (RFC 8259, section 8.1)")
 
 
 def _outermost_constraint(data: bytes) -> VersionConstraint | None:
@@ -165,13 +178,17 @@ def _show(constraint: VersionConstraint) -> str:
 def _parse(data: bytes, *, strict: bool) -> object:
     """Parsed JSON; for a body that does not parse: ConstraintError if `strict`, else None.
 
-    A broken body without our key is the engine's to reject, in its own words.
+    A broken body without our key is the engine's to reject, in its own words. One that is only
+    beyond this parser's limits may be whole to the engine's: with escapes in it, which may spell
+    our key, it is refused too.
     """
     try:
         return _DECODER.decode(data.decode("utf-8-sig" if data[:1] == b"\xef" else "utf-8"))
     except (ValueError, RecursionError) as error:
-        if strict:
+        beyond_limits = not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+        if strict or (beyond_limits and b"\\u" in data):
             raise ConstraintError(
-                f"the body mentions weight_version but is not valid JSON: {error}"
+                "the body may demand a weight_version and is not valid JSON that can be read here: "
+                f"{error}"
             ) from None
         return None
