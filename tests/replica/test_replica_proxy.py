@@ -560,3 +560,85 @@ async def test_server_info_and_metrics_and_wake() -> None:
         async with client.post("/wake") as got:
             assert got.status == 200
         assert app._wake.is_set()
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", "text/plain"])
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+async def test_answers_that_have_no_body_get_none(status: str, kind: str) -> None:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n\r\n".encode()
+    request = b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    async with front_of(says(head)) as (app, _):
+        got, _, rest = (await raw_exchange(app, request)).partition(b"\r\n\r\n")
+    assert got.startswith(f"HTTP/1.1 {status}".encode())
+    assert b"content-length" not in got.lower()
+    assert rest == b""
+
+
+async def test_an_answer_that_switches_protocols_is_a_502() -> None:
+    head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
+    async with front_of(says(head)) as (_, client), client.post(COMPLETIONS, json={}) as got:
+        assert got.status == 502
+
+
+async def test_a_version_that_is_no_number_of_a_version_is_not_believed() -> None:
+    stamped = answer(headers=f"X-Stitch-Version-Start: {'9' * 5000}\r\n")
+    async with front_of(says(stamped)) as (_, client), client.post(COMPLETIONS, json={}) as got:
+        assert (got.status, got.headers["X-Stitch-Version-Start"]) == (200, "5")
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"), [("gzip", 400), ("deflate", 400), ("foo", 415), ("gzip, gzip", 415)]
+)
+async def test_a_body_that_cannot_be_unpacked_is_refused(coding: str, status: int) -> None:
+    upstream = says(answer())
+    headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+    async with (
+        front_of(upstream) as (_, client),
+        client.post(COMPLETIONS, data=b"\xff{}junk", headers=headers) as got,
+    ):
+        assert (got.status, got.content_type) == (status, "application/json")
+    assert upstream.asked == []
+
+
+@pytest.mark.parametrize("eol", [b"\n", b"\r\n"])
+async def test_the_end_version_counts_when_the_last_event_is_cut_anywhere(eol: bytes) -> None:
+    stream = b"data: a||data: [DONE]||".replace(b"|", eol)
+    step = asyncio.Semaphore(0)
+
+    async def script(_: Asked, __: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE.encode() + chunk(b"data: a" + eol + eol))
+        await step.acquire()
+        rest = stream[len(b"data: a" + eol + eol) :]
+        for i in range(len(rest)):
+            writer.write(chunk(rest[i : i + 1]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+
+    async with (
+        front_of(Upstream(script)) as (app, client),
+        client.post(COMPLETIONS, json={}) as got,
+    ):
+        await got.content.readuntil(b"\n")
+        app.status.applied = 6
+        step.release()
+        assert stamp_event(5, 6) + b"data: [DONE]" in await got.content.read()
+
+
+async def test_an_answer_that_ends_while_a_commit_is_in_doubt_is_not_stamped_too_narrow() -> None:
+    release = asyncio.Event()
+
+    async def script(_: Asked, __: Any, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.write(answer())
+
+    upstream = Upstream(script)
+    async with front_of(upstream, gate_wait_s=0.05) as (app, client):
+        request = asyncio.create_task(client.post(COMPLETIONS, json={}))
+        await until(lambda: upstream.asked)
+        async with app.gate.closed():
+            app.status.in_doubt = 6
+            release.set()
+            async with await request as got:
+                body = await got.json()
+                assert (body["weight_version_start"], body["weight_version_end"]) == (5, 6)

@@ -73,4 +73,4 @@ def named_by_connection(fields: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
 def version(head: Head, name: bytes) -> int | None:
     """A version number that the engine put into a header (named in lower case)."""
     text = head.last.get(name)
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and len(text) <= 8 and text.isdigit() else None

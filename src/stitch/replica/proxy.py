@@ -21,7 +21,7 @@ from stitch.replica import headers as hdr
 from stitch.replica.answers import broken_start_answer, error_answer, refusal_answer
 from stitch.replica.body import NO_CONSTRAINT, RequestBody, merge_constraints, read_body
 from stitch.replica.engine_http import EngineAnswer, EngineClient
-from stitch.replica.framing import Head
+from stitch.replica.framing import Head, has_no_body
 from stitch.replica.gate import Gate, NotAdmittedError
 from stitch.replica.raw_answer import RawAnswer
 from stitch.replica.replica_metrics import ReplicaMetrics
@@ -33,9 +33,16 @@ from stitch.types import VersionConstraint, VersionRef
 
 log = logging.getLogger("stitch.replica.proxy")
 
+DECODED_CODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+"""Content codings that the server undoes, or refuses itself where it lacks the library."""
+
 
 class BodyTooLargeError(Exception):
     """A request body over the configured limit."""
+
+
+class UnknownCodingError(Exception):
+    """A Content-Encoding that is not undone here, so that what the body demands stays unread."""
 
 
 class Proxy:
@@ -84,6 +91,10 @@ class Proxy:
             return error_answer(400, "ConstraintError", str(error))
         except BodyTooLargeError as error:
             return error_answer(413, "BodyTooLargeError", str(error))
+        except UnknownCodingError as error:
+            return error_answer(415, "UnknownCodingError", str(error))
+        except web.RequestPayloadError as error:
+            return error_answer(400, "MalformedBodyError", " ".join(str(error).split()))
         except NotAdmittedError as refused:
             return refusal_answer(refused, constraint, self._status)
         return await self._exchange(request, route, body, constraint, ref)
@@ -114,7 +125,8 @@ class Proxy:
             start = ref.version if start is None else start
             if constraint.unmet_by(start) is not None:
                 return broken_start_answer(start, constraint, self._status)
-            if request.method != "HEAD" and _is_plain(head):
+            bodiless = has_no_body(request.method.encode("ascii"), head)
+            if not bodiless and _is_plain(head):
                 kind = head.content_type
                 if kind == b"application/json" or kind.endswith(b"+json"):
                     return await self._stamped_json(upstream, ref, start)
@@ -170,7 +182,8 @@ class Proxy:
         try:
             async for chunk in upstream.chunks():
                 if stamper is not None:
-                    end = await self._end_version(ref) if b"]" in chunk else ref.version
+                    may_end = stamper.is_holding or b"]" in chunk
+                    end = await self._end_version(ref) if may_end else ref.version
                     chunk = stamper.feed(chunk, start, end)
                 if chunk:
                     await answer.write(chunk)
@@ -189,18 +202,27 @@ class Proxy:
             request.transport.abort()
 
     async def _end_version(self, ref: VersionRef) -> int:
-        """The version that is live now. During a commit it is known only after it, so wait."""
+        """The version that is live now. During a commit it is known only after it, so wait.
+
+        If it does not become known, the one that may be live: the range is never too narrow.
+        """
         if self._gate.is_closed:
             await self._gate.settled()
-        applied = self._status.applied
-        return ref.version if applied is None else max(applied, ref.version)
+        status = self._status
+        return max(ref.version, status.applied or 0, status.in_doubt or 0)
 
 
 async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
-    """The whole body (decoded if it was compressed); raises BodyTooLargeError."""
+    """The whole body, decoded if it was compressed.
+
+    Raises BodyTooLargeError, UnknownCodingError and, for broken bodies, RequestPayloadError.
+    """
     if not request.can_read_body:
         return b""
     headers, content = request.headers, request.content
+    coding = headers.get("Content-Encoding", "").strip().lower()
+    if coding not in DECODED_CODINGS:
+        raise UnknownCodingError(f"bodies of Content-Encoding {coding[:40]!r} are not taken")
     length = request.content_length
     if length is not None and length > max_bytes:
         raise BodyTooLargeError(f"the body has {length} bytes; at most {max_bytes} are taken")

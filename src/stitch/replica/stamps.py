@@ -62,6 +62,11 @@ class StreamStamper:
         self._tail = b""
         self._stamped = False
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether bytes are held back; the next ones may turn them into the end."""
+        return bool(self._held)
+
     def feed(self, chunk: bytes, start: int, end: int) -> bytes:
         """Take the next bytes of the stream; `end` is the version at this moment."""
         self._note(chunk)
