@@ -24,6 +24,7 @@ from stitch.types import (
     ReplicaState,
     VersionRef,
     check_run_name,
+    is_http_address,
 )
 
 FORMAT = 1
@@ -296,7 +297,7 @@ class Heartbeat:
         return cls(
             replica=fields.text("replica", pattern=BLOB_NAME),
             run=fields.optional("run", fields.run_name),
-            url=fields.text("url"),
+            url=fields.http_address("url"),
             region=fields.text("region"),
             state=ReplicaState(fields.choice("state", tuple(ReplicaState))),
             applied=fields.optional("applied", fields.version),
@@ -408,6 +409,12 @@ class Fields:
         value = self._get(name, str, f"{digits} hexadecimal digits")
         if not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
             raise self.error(name, f"is {value!r:.100}, wanted {digits} hexadecimal digits")
+        return value
+
+    def http_address(self, name: str) -> str:
+        value = self.text(name)
+        if not is_http_address(value):
+            raise self.error(name, f"is {value!r:.100}, wanted a plain http(s) address")
         return value
 
     def run_name(self, name: str) -> str:

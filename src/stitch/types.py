@@ -28,6 +28,23 @@ def check_run_name(run: str) -> str:
     return run
 
 
+_HTTP_ADDRESS = re.compile(
+    r"https?://(?:[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?|\[[0-9A-Fa-f:.]{2,45}\])"
+    r"(?::(?P<port>[0-9]{1,5}))?(?:/[!-~]*)?"
+)
+MAX_ADDRESS = 2000
+
+
+def is_http_address(text: str) -> bool:
+    """Whether `text` is a plain http(s) address: ASCII, without credentials, query or fragment."""
+    found = _HTTP_ADDRESS.fullmatch(text) if len(text) <= MAX_ADDRESS else None
+    return (
+        found is not None
+        and not set("?#") & set(text)
+        and int(found["port"] or 80) in range(1, 65536)
+    )
+
+
 def check_version(version: int, what: str = "version") -> int:
     """Return `version`, or raise UsageError unless it is an int in 0..MAX_VERSION."""
     if isinstance(version, bool) or not isinstance(version, int):
@@ -212,11 +229,15 @@ class VersionConstraint:
     def parse_headers(cls, minimum: str | None, exact: str | None) -> VersionConstraint:
         """From X-Stitch-Min-Version and X-Stitch-Exact-Version (canonical decimal digits)."""
         if minimum is not None and exact is not None:
-            raise ConstraintError("X-Stitch-Min-Version and X-Stitch-Exact-Version exclude each other")
+            raise ConstraintError(
+                "X-Stitch-Min-Version and X-Stitch-Exact-Version exclude each other"
+            )
         for key, text in (("min_version", minimum), ("exact_version", exact)):
             if text is not None:
                 if not re.fullmatch(r"0|[1-9][0-9]{0,7}", text):
-                    raise ConstraintError(f"header for {key} is not a version number: {text[:40]!r}")
+                    raise ConstraintError(
+                        f"header for {key} is not a version number: {text[:40]!r}"
+                    )
                 return cls(**{key: int(text)})
         return cls()
 

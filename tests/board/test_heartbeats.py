@@ -49,3 +49,17 @@ def test_a_beat_that_could_not_be_read_back_is_not_written(board: Board) -> None
     with pytest.raises(CorruptRecordError, match="versions"):
         run.put_heartbeat(heartbeat("r1", versions=({"version": 1},) * 33))
     assert run.heartbeats() == []
+
+
+@pytest.mark.parametrize(
+    "url", ["", "javascript:1", "http://u:p@h", "http://h\nX: y", "http://h:0"]
+)
+def test_a_beat_whose_address_is_no_plain_one_is_neither_written_nor_read(
+    board: Board, url: str
+) -> None:
+    run = new_run(board)
+    beat = heartbeat("r1", url=url)
+    with pytest.raises(CorruptRecordError, match="field url"):
+        run.put_heartbeat(beat)
+    board.store.put(keys.heartbeat("math", "r1"), beat.to_json_bytes(), mode="overwrite")
+    assert run.heartbeats() == []

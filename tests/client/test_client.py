@@ -559,3 +559,38 @@ def test_what_is_no_request_is_refused(site: Site, path: str, body: object) -> N
 )
 def test_retry_after_is_read_leniently_and_capped(text: str | None, seconds: float | None) -> None:
     assert parse_retry_after(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["//x", "http://" + "a" * 300, "http://user:secret@127.0.0.1:1", "http://\ud800", "ws://x"],
+    ids=ascii,
+)
+def test_an_odd_address_on_the_board_never_fails_a_request(site: Site, address: str) -> None:
+    site.replica("good")
+    site.run.beats["bad"] = replace(site.run.beats["good"], replica="bad", url=address)
+    answers = site.client(token="secret").map([{"prompt": "x"}] * 10)
+    assert {answer.replica for answer in answers} == {"good"}
+
+
+@pytest.mark.parametrize("code", [200, 409, 500])
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"error":' * 50_000, b"9" * 5000])
+def test_an_answer_that_cannot_be_read_is_a_named_error(site: Site, code: int, body: bytes) -> None:
+    async def odd(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, status=code, content_type="application/json")
+
+    site.replica("a").always = odd
+    with pytest.raises((RequestFailedError, NoReplicaError)):
+        site.client(deadline_s=0.3).completions(prompt="x")
+
+
+@pytest.mark.parametrize("version", [-5, True, 10**8, 10**4000, "7", None])
+def test_a_stamp_that_is_no_version_is_not_taken_for_one(site: Site, version: object) -> None:
+    async def odd(request: web.Request) -> web.StreamResponse:
+        body = {"choices": [1, {"text": "x"}], "weight_version_start": version}
+        return web.json_response(body, headers={"X-Stitch-Version-Start": "9" * 4500})
+
+    site.replica("a").always = odd
+    answer = site.client().completions(prompt="x")
+    assert answer.version_start is None
+    assert answer.texts == ["x"]

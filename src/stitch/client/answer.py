@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stitch.types import VersionSpan
+from stitch.types import MAX_VERSION, VersionSpan
 
 START_HEADER = "X-Stitch-Version-Start"
 END_HEADER = "X-Stitch-Version-End"
@@ -34,7 +36,7 @@ class Answer:
     def choices(self) -> list[dict[str, Any]]:
         """The choices of a completion; empty for other answers."""
         choices = self.body.get("choices")
-        return choices if isinstance(choices, list) else []
+        return [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
 
     @property
     def texts(self) -> list[str]:
@@ -57,9 +59,25 @@ def stamped_versions(
 
 
 def _version(number: object, header: str | None) -> int | None:
-    if isinstance(number, int) and not isinstance(number, bool):
-        return number
-    return int(header) if header is not None and header.isdecimal() else None
+    found = as_version(number)
+    if found is None and header is not None and re.fullmatch(r"[0-9]{1,8}", header):
+        return int(header)
+    return found
+
+
+def as_version(value: object) -> int | None:
+    """A JSON value as a version number, or None if it is none."""
+    is_version = type(value) is int and 0 <= value <= MAX_VERSION
+    return value if is_version else None  # type: ignore[return-value]
+
+
+def loaded(text: str | bytes) -> object:
+    """The JSON value that a replica sent, or None for anything else, however it is broken."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value
 
 
 def _text(choice: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from stitch.client.answer import stamped_versions
+from stitch.client.answer import loaded, stamped_versions
 from stitch.client.exchange import Exchange
 from stitch.client.fleet import Fleet, Member
 from stitch.client.request import AttemptFailed, Request
@@ -112,10 +112,7 @@ class OpenStream:
                     pass
 
     def _parsed(self, data: str) -> Event:
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
+        event = loaded(data)
         if not isinstance(event, dict):
             raise StreamBrokenError(f"an event is not a JSON object: {data[:200]!r}")
         if event.get("error"):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 
-from stitch.client.answer import RUN_HEADER, Answer, stamped_versions
+from stitch.client.answer import RUN_HEADER, Answer, as_version, loaded, stamped_versions
 from stitch.client.fleet import Fleet, Member
 from stitch.client.request import AttemptFailed, Request, parse_retry_after
 from stitch.client.settings import ClientConfig
 from stitch.errors import RequestFailedError
+from stitch.types import is_http_address
 
 DEFAULT_ASIDE_S = 1.0
 MAX_SHOWN = 500
@@ -63,6 +63,9 @@ class Exchange:
         self, request: Request, member: Member, started_s: float
     ) -> aiohttp.ClientResponse:
         """Send; raise AttemptFailed if no response begins."""
+        if not is_http_address(member.beat.url):
+            self._fleet.failed(member, started_s)
+            raise AttemptFailed(f"its address {member.beat.url!r:.200} is not an http(s) address")
         headers = dict(request.headers)
         if self._settings.token:
             headers["Authorization"] = f"Bearer {self._settings.token}"
@@ -77,9 +80,6 @@ class Exchange:
         except aiohttp.ClientConnectorError as error:
             self._fleet.failed(member, started_s)
             raise AttemptFailed(f"cannot connect: {error.os_error.strerror or error}") from None
-        except aiohttp.InvalidURL:
-            self._fleet.failed(member, started_s)
-            raise AttemptFailed(f"its address {url!r} is not a URL") from None
 
     async def check_status(
         self,
@@ -159,10 +159,7 @@ class Exchange:
 
 
 def _json_object(data: bytes, response: aiohttp.ClientResponse, member: Member) -> dict[str, Any]:
-    try:
-        body = json.loads(data)
-    except ValueError:
-        body = None
+    body = loaded(data)
     if not isinstance(body, dict):
         raise RequestFailedError(
             f"replica {member.id} answered 200 but not with a JSON object: "
@@ -175,9 +172,8 @@ def _json_object(data: bytes, response: aiohttp.ClientResponse, member: Member) 
 
 def _message(text: str) -> str:
     """The message of an error body, in whichever of the usual places it is."""
-    try:
-        body = json.loads(text)
-    except ValueError:
+    body = loaded(text)
+    if body is None:
         return text[:MAX_SHOWN]
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
@@ -191,8 +187,7 @@ def _message(text: str) -> str:
 
 def _applied(text: str, known: int | None) -> int | None:
     """The version that a 409 says the replica serves."""
-    try:
-        applied = json.loads(text)["error"]["applied"]
-    except (ValueError, KeyError, TypeError):
-        return known
-    return applied if isinstance(applied, int) and not isinstance(applied, bool) else known
+    body = loaded(text)
+    error = body.get("error") if isinstance(body, dict) else None
+    applied = as_version(error.get("applied")) if isinstance(error, dict) else None
+    return known if applied is None else applied
