@@ -115,7 +115,7 @@ def test_status_of_a_board_without_replicas_says_so(stitch: Program, published: 
 def test_watching_and_json_exclude_each_other(stitch: Program, published: Published) -> None:
     outcome = stitch("status", "--watch", "--json", *published.args)
     assert outcome.code == exits.USAGE
-    assert "--watch needs" in stitch.fails(2, "status", "--watch", "0", *published.args)
+    assert "above zero" in stitch.fails(2, "status", "--watch", "0", *published.args)
 
 
 def test_watching_marks_a_heartbeat_that_stands_still() -> None:

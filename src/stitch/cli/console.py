@@ -61,10 +61,12 @@ class Console:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _write(stream: TextIO, text: str) -> bool:
-    """Write and flush; a reader that went away (`| head`) silences the stream: False."""
+def _write(stream: TextIO | None, text: str) -> bool:
+    """Write and flush; False if nobody reads: the stream was closed, or its reader left."""
+    if stream is None:  # how Python shows a descriptor that was closed at the start (`>&-`)
+        return False
     try:
-        stream.write(text)
+        stream.write(_encodable(text, stream.encoding))
         stream.flush()
         return True
     except BrokenPipeError:
@@ -73,3 +75,9 @@ def _write(stream: TextIO, text: str) -> bool:
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
         return False
+
+
+def _encodable(text: str, encoding: str | None) -> str:
+    """`text` with what the stream's encoding lacks as escapes."""
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from stitch.board import Board, Run
 
 T = TypeVar("T")
+MAX_DIGITS = 100
+"""Python refuses to read very long numbers, with an error of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,8 @@ def parse_version(text: str, run: Run) -> int:
 
     if text == "latest":
         return run.newest()
-    if not text.isdecimal():
-        raise UsageError(f"a version is a number or 'latest', got {text!r}")
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise UsageError(f"a version is a number or 'latest', got {text!r:.100}")
     version = check_version(int(text))
     run.digest(version)  # raises VersionNotFoundError
     return version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import threading
 
 
 def add_threads_flag(parser: argparse.ArgumentParser) -> None:
@@ -16,4 +18,12 @@ def positive_int(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a time to wait, above zero and no longer than can be waited."""
+    number = float(text)
+    if not (math.isfinite(number) and 0 < number <= threading.TIMEOUT_MAX):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above zero, got {text}")
     return number

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
-import urllib.parse
 import urllib.request
 from typing import Any
 
 from stitch.errors import EngineError, EngineUnreachableError, RequestFailedError, UsageError
+from stitch.types import is_http_address
 
 MAX_REPLY_BYTES = 64 * 2**20
 RETRYABLE = frozenset({429, 502, 503, 504})
@@ -20,9 +21,8 @@ def post_json(url: str, *, token: str | None, timeout_s: float) -> dict[str, Any
     Raises EngineUnreachableError if there is no reply, EngineError for one that may be better next
     time, RequestFailedError for any other that is not a 200 with a JSON object.
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UsageError(f"{url!r} is not an http(s) address")
+    if not is_http_address(url):
+        raise UsageError(f"{url!r:.300} is not an http(s) address")
     request = urllib.request.Request(url, data=b"", method="POST")
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
@@ -37,8 +37,10 @@ def post_json(url: str, *, token: str | None, timeout_s: float) -> dict[str, Any
         if error.code in RETRYABLE:
             raise EngineError(answered) from None
         raise RequestFailedError(answered, status=error.code) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestFailedError(f"{url} did not answer with JSON: {error}") from None
+    except http.client.HTTPException as error:
+        raise EngineUnreachableError(f"{url} does not speak HTTP: {error!r:.300}") from None
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise EngineUnreachableError(f"{url} does not answer: {reason}") from None

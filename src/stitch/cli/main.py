@@ -17,8 +17,12 @@ from stitch.cli import exits
 from stitch.cli.console import Console
 from stitch.cli.context import CommonConfig, Context
 from stitch.cli.registry import VERBS, load_verb
+from stitch.cli.text import printable
 from stitch.config import add_flags, load
 from stitch.errors import UsageError
+
+TAKES_REST = frozenset({"serve"})
+"""Verbs that hand what stands after `--` on to another program."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,6 +71,9 @@ def _run(arguments: list[str], rest: tuple[str, ...], console: Console) -> int:
     )
     verb.add_arguments(own)
     _add_common(own)
+    if rest and first.verb not in TAKES_REST:  # to all others `--` only ends the flags
+        first.rest += ["--", *rest]
+        rest = ()
     args = own.parse_args(first.rest)
     flags = {
         name: getattr(args, name) if getattr(args, name) is not None else getattr(first, name)
@@ -132,12 +139,10 @@ def _unknown(verb: str) -> str:
 def _explain(error: Exception) -> str:
     from stitch.errors import StitchError
 
-    if isinstance(error, StitchError | TimeoutError):
-        return " ".join(str(error).split("\n"))
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError):
-        return str(error)
+        return printable(f"{error.filename}: {error.strerror}")
+    if isinstance(error, StitchError | OSError):
+        return printable(" ".join(str(error).split("\n")))
     return f"{type(error).__name__}: {error} (this is a defect; -v shows where)"
 
 

@@ -87,7 +87,7 @@ def _publisher(args: argparse.Namespace, context: Context, progress: Progress | 
             raise RunNotFoundError(
                 f"the board at {board.url} has no run {name!r}; give --base to create it"
             ) from None
-        return Publisher.start(
+        return Publisher.open(  # another publisher may create the run meanwhile
             board, name, args.base, args.view or "bf16", progress=progress, **options
         )
     if args.view is not None and args.view != existing.record.view:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from stitch.cli import exits, text
+from stitch.cli import exits, flags, text
 from stitch.cli.context import Context
 from stitch.errors import UsageError
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=flags.seconds,
         const=2.0,
         metavar="S",
         help="show it again every S seconds (default: 2) until interrupted",
@@ -42,8 +42,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
         return exits.OK
     if context.console.as_json:
         raise UsageError("--watch shows a page again and again; --json prints one object")
-    if args.watch <= 0:
-        raise UsageError(f"--watch needs a number of seconds above zero, got {args.watch}")
     _watch(args.watch, context)
     return exits.OK
 

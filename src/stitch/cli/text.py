@@ -21,7 +21,11 @@ def percent(share: float) -> str:
 
 
 def utc(unix_s: float) -> str:
-    moment = datetime.datetime.fromtimestamp(unix_s, datetime.UTC)
+    """A moment, or the bare number where no calendar reaches (any writer may have sent it)."""
+    try:
+        moment = datetime.datetime.fromtimestamp(unix_s, datetime.UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{unix_s:g} s"
     return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -46,7 +50,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def _cell(value: object) -> str:
-    return "-" if value is None or value == "" else str(value)
+    return "-" if value is None or value == "" else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what could steer a terminal or mislead a reader as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _is_number(value: object) -> bool:

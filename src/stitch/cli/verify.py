@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--admin-token-file", metavar="FILE", type=Path, help="for remote replicas")
     parser.add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="for one replica (default: 600)"
+        "--timeout-s",
+        type=flags.seconds,
+        default=600.0,
+        metavar="S",
+        help="for one replica (default: 600)",
     )
     flags.add_threads_flag(parser)
 
