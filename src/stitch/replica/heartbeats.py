@@ -10,6 +10,7 @@ from stitch.board import Run
 from stitch.errors import StitchError
 from stitch.records import FORMAT, Heartbeat
 from stitch.replica.state import ReplicaStatus
+from stitch.replica.worker import Worker
 
 log = logging.getLogger("stitch.replica.heartbeats")
 
@@ -18,7 +19,11 @@ MIN_INTERVAL_S = 0.2
 
 
 class HeartbeatWriter:
-    """Writes `replicas/<id>.json`. A beat that fails is logged and the next one tried in time."""
+    """Writes `replicas/<id>.json`. A beat that fails is logged and the next one tried in time.
+
+    One thread does it, so that a beat on its way when the replica stops cannot land after the last
+    one, or after the file was removed.
+    """
 
     def __init__(
         self, run: Run, status: ReplicaStatus, *, url: str, region: str, interval_s: float
@@ -29,6 +34,7 @@ class HeartbeatWriter:
         self._region = region
         self._interval_s = interval_s
         self._seq = 0
+        self._worker = Worker("stitch-heartbeat")
         self._changed = asyncio.Event()
         status.listeners.append(self._changed.set)
 
@@ -47,16 +53,28 @@ class HeartbeatWriter:
         """Write one heartbeat."""
         self._seq += 1
         try:
-            await asyncio.to_thread(self._run.put_heartbeat, self._now())
+            await self._worker.run(self._run.put_heartbeat, self._now())
         except StitchError as error:
             log.warning("event=heartbeat_failed seq=%d error=%s", self._seq, error)
 
     async def remove(self) -> None:
         """Take the replica off the board; it stopped in good order."""
         try:
-            await asyncio.to_thread(self._run.delete_heartbeat, self._status.replica)
+            await self._worker.run(self._remove_own)
         except StitchError as error:
             log.warning("event=heartbeat_not_removed error=%s", error)
+
+    def _remove_own(self) -> None:
+        """Delete the heartbeat, unless another process writes under this id by now."""
+        status = self._status
+        found = [beat for beat in self._run.heartbeats() if beat.replica == status.replica]
+        if found and found[0].boot != status.boot:
+            log.warning(
+                "event=heartbeat_of_another replica=%s boot=%s ours=%s url=%s",
+                status.replica, found[0].boot, status.boot, found[0].url,
+            )  # fmt: skip
+            return
+        self._run.delete_heartbeat(status.replica)
 
     def _now(self) -> Heartbeat:
         status = self._status
