@@ -175,3 +175,26 @@ def test_every_flipped_byte_of_a_patch_is_refused_and_nothing_is_written(
         assert outcome.code == exits.USAGE
         assert str(patch) in json.loads(outcome.out)["error"]["message"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["p.patch"]
+
+
+def test_checkout_without_the_base_takes_another_anchor_when_one_is_damaged(
+    stitch: Program, published: Published, tmp_path: Path
+) -> None:
+    board = ("--board", published.board)
+    for version in (1, 2):
+        stitch.ok("anchor", version, *board)
+    (file,) = (published.board / "math/v/00000002").glob("anchor-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    record = published.board / "math" / "run.json"
+    fields = json.loads(record.read_bytes())
+    record.write_text(json.dumps({**fields, "base": str(tmp_path / "gone")}))
+    outcome = stitch("checkout", "3", *board, "--out", tmp_path / "out", "--json")
+    assert outcome.code == exits.OK
+    assert "note: anchor 2 is not used" in outcome.err
+    (other,) = (published.board / "math/v/00000001").glob("anchor-*.safetensors")
+    other.unlink()
+    stitch_error = stitch("checkout", "3", *board, "--out", tmp_path / "none", "--json")
+    assert stitch_error.code == exits.RETRYABLE
+    assert "anchor-" in stitch_error.json["error"]["message"]

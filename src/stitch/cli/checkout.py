@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from stitch.cli import exits, flags, text, weights
 from stitch.cli.console import Console
 from stitch.cli.context import Context, parse_version
-from stitch.errors import BaseMismatchError, CorruptCheckpointError, NoRouteError, UsageError
+from stitch.errors import (
+    BaseMismatchError,
+    CorruptBlobError,
+    CorruptCheckpointError,
+    NoRouteError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from stitch.board import Run
@@ -98,20 +104,28 @@ def _from_base(
 
 
 def _from_anchor(run: Run, version: int, scratch: Path | None, console: Console) -> Mirror:
-    """A mirror at the anchor from which `version` is cheapest to reach."""
+    """A mirror at the intact anchor from which `version` is cheapest to reach."""
     from stitch.board import AnchorStep, plan_route
     from stitch.mirror import Mirror
 
-    try:
-        step = plan_route(run, None, version).steps[0]
-    except NoRouteError as error:
-        raise UsageError(
-            f"nothing to start from: the base of run {run.name!r} is not at {run.record.base} "
-            f"and no anchor leads to version {version} ({error}); give --base DIR"
-        ) from None
-    assert isinstance(step, AnchorStep), "from nothing, only an anchor is a first step"
-    with console.progress("fetching anchor") as progress:
-        return Mirror.from_anchor(run, step.record, scratch=scratch, progress=progress)
+    bad: dict[str, CorruptBlobError | CorruptCheckpointError] = {}
+    while True:
+        try:
+            step = plan_route(run, None, version, avoid=frozenset(bad)).steps[0]
+        except NoRouteError as error:
+            if bad:
+                raise next(iter(bad.values())) from error
+            raise UsageError(
+                f"nothing to start from: the base of run {run.name!r} is not at {run.record.base} "
+                f"and no anchor leads to version {version} ({error}); give --base DIR"
+            ) from None
+        assert isinstance(step, AnchorStep), "from nothing, only an anchor is a first step"
+        try:
+            with console.progress("fetching anchor") as progress:
+                return Mirror.from_anchor(run, step.record, scratch=scratch, progress=progress)
+        except (CorruptBlobError, CorruptCheckpointError) as fault:
+            console.note(f"note: anchor {step.to_version} is not used: {fault}")
+            bad[step.key] = fault
 
 
 def _write(run: Run, mirror: Mirror, args: argparse.Namespace, console: Console) -> None:
