@@ -54,3 +54,9 @@ def test_rows_that_repeat_are_unsorted_or_are_no_list_are_refused(rows: object) 
 def test_arbitrary_bytes_raise_typed_errors_only(data: bytes) -> None:
     with contextlib.suppress(StitchError):
         assert isinstance(parse_schema(b"[" + data, "k"), Schema)
+
+
+def test_a_shape_of_very_many_dimensions_is_refused_before_they_are_multiplied() -> None:
+    row = ["a", "U8", [2**60] * 1_000_000, 0]
+    with pytest.raises(CorruptRecordError, match="1000000 dimensions"):
+        parse_schema(json.dumps([row]).encode(), "k")

@@ -412,3 +412,9 @@ def test_altered_payloads_with_right_checksums_are_refused_or_exact(
         for e, p in zip(header.buckets, payloads, strict=True)
     )
     refused_or_exact([write_part(replace(header, buckets=entries), [bytes(p) for p in payloads])])
+
+
+def test_a_shape_of_very_many_dimensions_is_refused_before_they_are_multiplied() -> None:
+    bomb = set_field("schema", [["a", "U8", [2**62] * 200_000, 0]])
+    with pytest.raises(CorruptPatchError, match="200000 dimensions"):
+        read_header(rebuilt(WHOLE["gaps"][0], bomb))

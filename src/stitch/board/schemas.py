@@ -66,12 +66,14 @@ def _spec(row: object, where: str) -> TensorSpec:
             raise CorruptRecordError(f"{where} is {row!r:.200}, wanted name, dtype, shape, size")
     if not 0 < len(name) <= _MAX_NAME or not 0 < len(dtype) <= _MAX_NAME:
         raise CorruptRecordError(f"{where} has a name or dtype of unusable length")
+    if len(shape) > _MAX_DIMS:  # before multiplying: the product of very many takes for ever
+        raise CorruptRecordError(f"{where} has {len(shape)} dimensions, at most {_MAX_DIMS}")
     count = 1
     for dim in shape:
         if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim <= _MAX_COUNT:
             raise CorruptRecordError(f"{where} has shape {shape!r:.200}")
         count *= dim
-    if len(shape) > _MAX_DIMS or count > _MAX_COUNT:
+    if count > _MAX_COUNT:
         raise CorruptRecordError(f"{where} has shape {shape!r:.200}, which is too large")
     if isinstance(num_bytes, bool) or not 0 <= num_bytes <= _MAX_COUNT:
         raise CorruptRecordError(f"{where} has {num_bytes} bytes")

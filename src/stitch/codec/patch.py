@@ -34,6 +34,7 @@ MAX_HEADER_BYTES = 1 << 25
 _PREAMBLE = struct.Struct("<8sIII")
 PREAMBLE_BYTES = _PREAMBLE.size + CHECKSUM_BYTES
 _MAX_COUNT = 1 << 62
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +257,8 @@ def _parse_schema(value: object, what: str) -> Schema:
         name = check_str(fields[0], f"{what}: tensor name")
         dtype = check_str(fields[1], f"{what}: dtype of {name!r:.80}")
         dims = check_list(fields[2], f"{what}: shape of {name!r:.80}")
+        if len(dims) > _MAX_DIMS:  # before multiplying: the product of very many takes for ever
+            raise CorruptPatchError(f"{what}: tensor {name!r:.80} has {len(dims)} dimensions")
         shape = tuple(check_int(dim, f"{what}: shape of {name!r:.80}", _MAX_COUNT) for dim in dims)
         size = check_int(fields[3], f"{what}: num_bytes of {name!r:.80}", _MAX_COUNT)
         try:
