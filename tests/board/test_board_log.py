@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -452,3 +454,55 @@ def test_many_threads_share_one_run(board: Board) -> None:
     publish_through(run, 4)
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda v: run.manifest(v % 4 + 1).run, range(64))) == {"math"}
+
+
+def test_an_oversized_record_is_damage_and_hides_nothing_behind_it(memory_board: Board) -> None:
+    run = new_run(memory_board)
+    publish_through(run, 3)
+    for key in (keys.manifest("math", 2), keys.head("math")):
+        memory_board.store.put(key, b"{" + b" " * 2**25, mode="overwrite")
+    assert memory_board.open_run("math").newest() == 3
+    with pytest.raises(CorruptRecordError, match="has 33554433 bytes"):
+        memory_board.open_run("math").manifest(2)
+    memory_board.begin_epoch("math", "w1")
+    memory_board.store.put(keys.epoch(2), b"{" + b" " * 2**21, mode="create")
+    epoch = Board(memory_board.store, patience=NO_WAITS).current_epoch()
+    assert epoch is not None
+    assert epoch.writer == "w1"
+
+
+@pytest.mark.parametrize("newest", [0, 2])
+def test_nothing_is_published_on_a_board_that_was_emptied(tmp_path: Path, newest: int) -> None:
+    board = open_board(tmp_path / "board", patience=NO_WAITS)
+    run = new_run(board)
+    publish_through(run, newest)
+    (tmp_path / "board").rename(tmp_path / "unmounted")
+    (tmp_path / "board").mkdir()
+    with pytest.raises(VersionNotFoundError, match="is this still the same board"):
+        publish(run, newest + 1)
+    assert not list((tmp_path / "board").rglob("manifest.json"))
+
+
+def test_a_forked_process_is_refused_instead_of_hanging(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from stitch.board import open_board
+from stitch.errors import StoreUnsuitableError
+board = open_board(sys.argv[1])
+early = os.fork()
+if early == 0:
+    os._exit(len(board.runs()))
+assert os.waitpid(early, 0)[1] == 0, "a process forked before the first use may use a board"
+board.runs()
+late = os.fork()
+if late == 0:
+    codes = []
+    for call in (board.runs, lambda: board.store.put("a", b"", mode="create")):
+        try:
+            call()
+        except StoreUnsuitableError as error:
+            codes.append("forked" in str(error))
+    os._exit(7 if codes == [True, True] else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(late, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "board")], check=True, timeout=60)

@@ -118,8 +118,8 @@ def test_a_lost_reply_for_a_blob_is_retried_with_the_same_name(tmp_path: Path) -
 
 def test_a_commit_without_any_answer_is_found_again_before_the_next_one(world: World) -> None:
     world.publish()
-    world.store.lose_reply("manifest.json", times=1)
-    world.store.fail("manifest.json", times=None)
+    world.store.lose_reply("2/manifest.json", times=1)
+    world.store.fail("2/manifest.json", times=None)
     with pytest.raises(StoreError, match=r"whether r@2 was published is not known"):
         world.publish()
     assert world.publisher.ref == VersionRef("r", 1)  # not known, so it does not move

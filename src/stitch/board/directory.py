@@ -24,7 +24,13 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore
 
 from stitch.board.keys import TEMPORARY_FOLDER, kind_of
-from stitch.board.store import UPLOAD_CHUNK_BYTES, UPLOAD_CONCURRENCY, ObstoreStore, PutMode
+from stitch.board.store import (
+    UPLOAD_CHUNK_BYTES,
+    UPLOAD_CONCURRENCY,
+    ObstoreStore,
+    PutMode,
+    operation,
+)
 from stitch.board.store_errors import store_error, translated
 from stitch.errors import StoreError, StoreUnsuitableError
 from stitch.failpoints import reach
@@ -52,7 +58,7 @@ class DirectoryStore(ObstoreStore):
 
     def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
         for _ in range(PUT_ATTEMPTS):
-            with translated("write", key):
+            with operation("write", key):
                 try:
                     return self._put_once(key, source, mode)
                 except FileNotFoundError as error:

@@ -71,11 +71,11 @@ class Epochs:
             if number in self._records:
                 return True
         key = keys.epoch(number)
-        data = self._store.get(key, max_bytes=MAX_EPOCH_BYTES)
-        if data is None:
-            return False
         record: EpochRecord | None = None
         try:
+            data = self._store.get(key, max_bytes=MAX_EPOCH_BYTES)
+            if data is None:
+                return False
             record = EpochRecord.parse(data, key)
             if record.epoch != number:
                 raise CorruptRecordError(f"{key}: field epoch is {record.epoch}, wanted {number}")

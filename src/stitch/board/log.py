@@ -79,7 +79,8 @@ class Run:
         When this returns, the version is visible and durable, and so are the one before it and
         its blobs. Raises
         - PublishConflictError: another attempt has published this version;
-        - VersionNotFoundError: the version before it is not published, so it would leave a gap;
+        - VersionNotFoundError: the version before it is not published, so it would leave a gap, or
+          it is no longer there (a volume that is not mounted any more looks like an empty board);
         - BaseMismatchError: it does not start from what the version before it ends in;
         - CorruptBlobError: a blob is missing or short;
         - StoreError: the outcome is not known; committing the same manifest again finds out.
@@ -112,6 +113,8 @@ class Run:
         if before > self._durable_version:
             self._manifests.make_durable(before)
             self._durable_version = before
+        else:
+            self._manifests.require(before)
 
     def write_head(self, version: int) -> None:
         """Hint at the newest version; best effort, never a StoreError."""

@@ -153,6 +153,17 @@ class Manifests:
         with self._lock:
             self._newest = max(self._newest, manifest.version)
 
+    def require(self, version: int) -> None:
+        """VersionNotFoundError unless a version that was published is still on the board."""
+        key = keys.manifest(self._run, version) if version else keys.run_record(self._run)
+        for _ in self._patience.tries():
+            if self._store.head(key) is not None:
+                return
+        raise VersionNotFoundError(
+            f"version {version} of run {self._run!r} was on the board at {self._store.url}, but "
+            f"{key} is gone: is this still the same board?"
+        )
+
     def make_durable(self, version: int) -> None:
         """Make sure that a manifest that can be read here also survives power loss.
 

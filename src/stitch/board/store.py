@@ -6,8 +6,10 @@ address, a credential, a query string or obstore's own dump of an error.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,6 +20,7 @@ from obstore.store import MemoryStore
 from obstore.store import ObjectStore as Backend
 
 from stitch.board.store_errors import ObjectTooLargeError, translated
+from stitch.errors import StoreUnsuitableError
 
 PutMode = Literal["create", "overwrite"]
 
@@ -35,7 +38,8 @@ class ObjectInfo:
 class ObjectStore(Protocol):
     """A flat map from keys to immutable bytes. All methods may be called from any thread.
 
-    Every method raises StoreError (retryable), StoreFullError or StoreUnsuitableError.
+    Every method raises StoreError (retryable), StoreFullError or StoreUnsuitableError; the last
+    one in a process that was forked after obstore was used, whose threads did not come along.
     """
 
     @property
@@ -84,6 +88,32 @@ class ObjectStore(Protocol):
         ...
 
 
+_used = False
+_lost_by_fork = False
+
+
+def _after_fork() -> None:
+    global _lost_by_fork
+    _lost_by_fork = _lost_by_fork or _used
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def operation(verb: str, key: str) -> Iterator[None]:
+    """Around every use of obstore: refuses where it would hang for ever, translates its errors."""
+    global _used
+    if _lost_by_fork:
+        raise StoreUnsuitableError(
+            f"cannot {verb} {key}: this process was forked from one that had used a board, and the "
+            "store's threads stayed there; start it with the 'spawn' method, or fork earlier"
+        )
+    _used = True
+    with translated(verb, key):
+        yield
+
+
 class ObstoreStore:
     """An ObjectStore over any obstore backend."""
 
@@ -96,7 +126,7 @@ class ObstoreStore:
         return self._url
 
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
-        with translated("read", key):
+        with operation("read", key):
             try:
                 found = obstore.get(self._backend, key)
             except FileNotFoundError:
@@ -114,14 +144,14 @@ class ObstoreStore:
         stop = min(start + num_bytes, info.num_bytes)
         if start >= stop:
             return b""
-        with translated("read", key):
+        with operation("read", key):
             try:
                 return bytes(obstore.get_range(self._backend, key, start=start, end=stop))
             except FileNotFoundError:
                 return None
 
     def stream(self, key: str) -> Iterator[bytes] | None:
-        with translated("read", key):
+        with operation("read", key):
             try:
                 found = obstore.get(self._backend, key)
             except FileNotFoundError:
@@ -129,13 +159,13 @@ class ObstoreStore:
             return self._chunks(key, found)
 
     def _chunks(self, key: str, found: obstore.GetResult) -> Iterator[bytes]:
-        with translated("read", key):
+        with operation("read", key):
             for chunk in found.stream(min_chunk_size=STREAM_CHUNK_BYTES):
                 for start in range(0, len(chunk), STREAM_CHUNK_BYTES):
                     yield bytes(chunk[start : start + STREAM_CHUNK_BYTES])
 
     def head(self, key: str) -> ObjectInfo | None:
-        with translated("look up", key):
+        with operation("look up", key):
             try:
                 meta = obstore.head(self._backend, key)
             except FileNotFoundError:
@@ -143,7 +173,7 @@ class ObstoreStore:
             return ObjectInfo(key=key, num_bytes=meta["size"])
 
     def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
-        with translated("write", key):
+        with operation("write", key):
             try:
                 obstore.put(
                     self._backend,
@@ -158,18 +188,18 @@ class ObstoreStore:
             return True
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        with translated("list", prefix):
+        with operation("list", prefix):
             for batch in obstore.list(self._backend, prefix):
                 for meta in batch:
                     yield ObjectInfo(key=meta["path"], num_bytes=meta["size"])
 
     def list_folders(self, prefix: str) -> list[str]:
-        with translated("list", prefix):
+        with operation("list", prefix):
             found = obstore.list_with_delimiter(self._backend, prefix or None)
             return sorted(path.rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
     def delete(self, key: str) -> None:
-        with translated("delete", key):
+        with operation("delete", key):
             try:
                 obstore.delete(self._backend, key)
             except FileNotFoundError:

@@ -17,7 +17,7 @@ from obstore.exceptions import (
     UnknownConfigurationKeyError,
 )
 
-from stitch.errors import StoreError, StoreFullError, StoreUnsuitableError
+from stitch.errors import CorruptRecordError, StoreError, StoreFullError, StoreUnsuitableError
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _HTTP_STATUS = re.compile(r"\b(?:status|Server returned non-2xx status code:?)\D{0,20}([45]\d\d)\b")
@@ -34,8 +34,8 @@ _UNSUITABLE = (
 )
 
 
-class ObjectTooLargeError(StoreError):
-    """An object is larger than its reader allows."""
+class ObjectTooLargeError(CorruptRecordError):
+    """An object is larger than its reader allows: damage, which trying again does not mend."""
 
 
 @contextmanager
