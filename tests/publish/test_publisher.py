@@ -246,6 +246,14 @@ def test_a_step_that_is_no_integer_is_refused(
         publisher.publish(model, step=step)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("step", [2**63, -(2**63) - 1, 10**5000], ids=["high", "low", "huge"])
+def test_a_step_that_no_manifest_can_hold_is_refused_at_once(
+    board: Board, base: Path, model: TinyModel, step: int
+) -> None:
+    with start(board, base) as publisher, pytest.raises(UsageError, match="fit into 64 bits"):
+        publisher.publish(model, step=step)
+
+
 def test_numpy_integers_are_steps(board: Board, base: Path, model: TinyModel) -> None:
     with start(board, base) as publisher:
         publisher.publish(model, step=np.int64(7)).wait(60)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from stitch.board import Board, open_board
 from stitch.board.keys import TEMPORARY_FOLDER
-from stitch.errors import LineageError, RunNotFoundError, StoreError
+from stitch.errors import LineageError, RunNotFoundError, StoreError, StoreUnsuitableError
 from stitch.mirror import Mirror
 from stitch.publish import Publisher, write_anchor
 from stitch.tensors import write_safetensors
@@ -177,3 +177,16 @@ def test_a_beginning_publisher_sweeps_what_killed_writers_left(tmp_path: Path) -
     os.utime(young, (two_hours_ago_s, two_hours_ago_s))
     with Publisher.resume(open_board(root), "r", threads=1):
         assert not young.exists()
+
+
+def test_temporaries_of_somebody_else_keep_nobody_from_publishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = published_run(tmp_path, 1)
+
+    def refuse(_: float) -> int:
+        raise StoreUnsuitableError("cannot sweep .stitch-tmp: Operation not permitted")
+
+    monkeypatch.setattr(world.board, "sweep_temporaries", lambda: refuse(0.0))
+    with Publisher.resume(world.board, "r", world.base, threads=1) as publisher:
+        assert publisher.ref.version == 1

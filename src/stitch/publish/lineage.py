@@ -14,6 +14,7 @@ from stitch.errors import (
     LineageError,
     RunExistsError,
     StoreError,
+    StoreUnsuitableError,
     UsageError,
 )
 from stitch.mirror import AdvanceError, Mirror
@@ -49,7 +50,7 @@ def sweep(board: Board) -> None:
     """Delete what killed writers left on the board; that it fails is no reason not to publish."""
     try:
         board.sweep_temporaries()
-    except StoreError as error:
+    except (StoreError, StoreUnsuitableError) as error:
         log.warning("event=sweep_failed board=%s error=%s", board.url, error)
 
 

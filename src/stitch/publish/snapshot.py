@@ -78,6 +78,9 @@ def check_step(step: object) -> int | None:
     try:
         if isinstance(step, bool):
             raise TypeError
-        return operator.index(step)  # type: ignore[arg-type]
+        number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"step must be an integer or None, got {step!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise UsageError(f"step must fit into 64 bits, got one of {number.bit_length()} bits")
+    return number
