@@ -68,6 +68,21 @@ async def test_an_anchor_beyond_a_bad_version_is_jumped_to_and_nothing_between_i
         assert [(c.from_version, c.version) for c in replica.app.status.commits] == [(0, 1), (1, 3)]
 
 
+async def test_an_unusable_scratch_directory_does_not_end_a_replica_that_serves(
+    published: PublishedRun, tmp_path: Path
+) -> None:
+    flip(published.blob_path(3))
+    scratch = tmp_path / "scratch"
+    async with replica_of(published, scratch=scratch) as replica:
+        await serves_bits_of(replica, published, 2)
+        scratch.write_text("not a directory")
+        await asyncio.to_thread(write_anchor, published.run, published.weights[3], 3)
+        await until(lambda: "scratch" in replica.app.status.last_error, "the anchor's fault")
+        assert (await replica.complete(weight_version={"exact_version": 2}))[0] == 200
+        scratch.unlink()
+        await serves_bits_of(replica, published, 3)
+
+
 async def test_the_verdict_on_a_bad_version_survives_a_restart(published: PublishedRun) -> None:
     flip(published.blob_path(3))
     for _ in range(2):

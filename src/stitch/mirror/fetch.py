@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stitch.board import Run
-from stitch.errors import CorruptBlobError
+from stitch.errors import CorruptBlobError, StoreError
 from stitch.failpoints import reach
 from stitch.records import AnchorRecord, Manifest
 from stitch.tensors import WeightReader, open_checkpoint
@@ -29,16 +29,24 @@ def fetched_anchor(
     """An anchor's weights, from a copy below `scratch` that is deleted afterwards.
 
     Its files are checked against the record's sizes and BLAKE3, its tensors against the schema;
-    the digest is left to the caller, who reads every word anyway.
+    the digest is left to the caller, who reads every word anyway. A scratch directory that is full
+    or not to be written raises StoreError.
     """
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="stitch-anchor-", dir=scratch) as directory:
-        path = run.fetch_anchor(anchor, Path(directory) / "checkpoint", progress)
-        with open_checkpoint(path) as checkpoint:
-            if checkpoint.schema.digest != anchor.schema_digest:
-                raise CorruptBlobError(
-                    f"anchor {anchor.version} of run {run.name!r} holds tensors of schema "
-                    f"{checkpoint.schema.digest}, its record says {anchor.schema_digest}"
-                )
-            yield checkpoint
+    try:
+        if scratch is not None:
+            scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="stitch-anchor-", dir=scratch) as directory:
+            path = run.fetch_anchor(anchor, Path(directory) / "checkpoint", progress)
+            with open_checkpoint(path) as checkpoint:
+                if checkpoint.schema.digest != anchor.schema_digest:
+                    raise CorruptBlobError(
+                        f"anchor {anchor.version} of run {run.name!r} holds tensors of schema "
+                        f"{checkpoint.schema.digest}, its record says {anchor.schema_digest}"
+                    )
+                yield checkpoint
+    except OSError as error:
+        where = scratch or tempfile.gettempdir()
+        raise StoreError(
+            f"anchor {anchor.version} of run {run.name!r} cannot be kept "
+            f"in the scratch directory {where}: {error}"
+        ) from error
