@@ -7,10 +7,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from replica_kit import Replica, engine_at, replica_of, until
 from test_replica_faults import flip
 from test_replica_life import publish_more, serves_bits_of
 
+from stitch.engines.control_routes import _Routes
 from stitch.errors import FatalReplicaError
 from stitch.testing.fake_engine import FakeEngine
 from stitch.testing.published import PublishedRun
@@ -71,6 +73,34 @@ async def test_requests_held_by_a_commit_that_cannot_be_resolved_are_not_admitte
         assert isinstance(await replica.failure(), FatalReplicaError)
         assert set(await outcomes(held)) <= {503, 0}
         assert engine.requests == []
+
+
+ODD_ANSWERS: list[tuple[int, object]] = [
+    (503, {"detail": "starting"}),
+    (404, {"error": {"type": "NotFoundError", "message": "Not Found"}}),
+    (200, {}),
+    (200, {"engine": 1, "boot": None, "ref": 5}),
+]
+
+
+@pytest.mark.parametrize(("status", "odd"), ODD_ANSWERS)
+async def test_answers_of_something_else_than_the_control_interface_are_waited_out(
+    published: PublishedRun, monkeypatch: pytest.MonkeyPatch, status: int, odd: object
+) -> None:
+    is_odd, real = True, _Routes.describe
+
+    async def describe(routes: _Routes, request: web.Request) -> web.Response:
+        return web.json_response(odd, status=status) if is_odd else await real(routes, request)
+
+    monkeypatch.setattr(_Routes, "describe", describe)
+    async with replica_of(published) as replica:
+        await until(lambda: "engine" in replica.app.status.doing, "waiting for the engine")
+        is_odd = False
+        await serves_bits_of(replica, published, 3)
+        is_odd = True
+        await until(lambda: not replica.app.status.ready, "noticing")
+        is_odd = False
+        await until(lambda: replica.app.status.ready, "noticing that it is back")
 
 
 async def test_requests_held_by_a_commit_in_which_the_engine_restarted_wait_for_its_proof(

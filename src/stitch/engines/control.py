@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -16,6 +17,8 @@ from stitch.engines.parts import split_update
 from stitch.engines.port import CommitReceipt, EngineDescription, VerifyReport
 from stitch.errors import EngineUnreachableError
 from stitch.types import Schema, VersionRef
+
+_Answer = TypeVar("_Answer")
 
 
 class ControlClient:
@@ -43,7 +46,7 @@ class ControlClient:
 
     async def describe(self) -> EngineDescription:
         body = await self._call("GET", "describe", timeout_s=self._describe_timeout_s)
-        return wire.description_from_json(body)
+        return _read(wire.description_from_json, body)
 
     async def bind(self, ref: VersionRef, digest: str) -> None:
         await self._call("POST", "bind", {"run": ref.run, "version": ref.version, "digest": digest})
@@ -67,7 +70,8 @@ class ControlClient:
         await self._call("POST", f"{path}/seal", seal)
 
     async def commit(self, stage_id: str) -> CommitReceipt:
-        return wire.receipt_from_json(await self._call("POST", "commit", {"stage_id": stage_id}))
+        body = await self._call("POST", "commit", {"stage_id": stage_id})
+        return _read(wire.receipt_from_json, body)
 
     async def roll_back(self, to: VersionRef) -> None:
         await self._call("POST", "roll_back", wire.ref_to_json(to))
@@ -76,7 +80,7 @@ class ControlClient:
         await self._call("DELETE", "stage")
 
     async def verify(self) -> VerifyReport:
-        return wire.report_from_json(await self._call("POST", "verify"))
+        return _read(wire.report_from_json, await self._call("POST", "verify"))
 
     async def close(self) -> None:
         if self._session is not None:
@@ -127,3 +131,13 @@ class ControlClient:
                 connector=aiohttp.TCPConnector(limit=8, force_close=True),
             )
         return self._session
+
+
+def _read(parse: Callable[[Mapping[str, Any]], _Answer], body: Mapping[str, Any]) -> _Answer:
+    """An answer's content; EngineUnreachableError if it is not one of the control interface."""
+    try:
+        return parse(body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineUnreachableError(
+            f"what the engine answered makes no sense ({error!r}): {body!r:.300}"
+        ) from error

@@ -118,15 +118,19 @@ def error_to_json(error: StitchError) -> dict[str, object]:
 
 
 def error_from_json(body: object, status: int) -> StitchError:
-    """The error that an engine reported; EngineError when its type is not one of ours."""
+    """The error that an engine reported.
+
+    EngineUnreachableError when it is not one of ours: then something else than the control
+    interface answered (a server that is still starting, say), and what the call did is not known.
+    """
     detail = body.get("error") if isinstance(body, dict) else None
     if not isinstance(detail, dict):
-        return errors.EngineError(f"the engine answered {status}: {body!r:.300}")
+        return errors.EngineUnreachableError(f"the engine answered {status}: {body!r:.300}")
     if status == 401:
         return UsageError(f"the engine refused our control token: {detail.get('message')}")
     kind = getattr(errors, str(detail.get("type")), None)
     if not (isinstance(kind, type) and issubclass(kind, StitchError)):
-        kind = errors.EngineError
+        return errors.EngineUnreachableError(f"the engine answered {status}: {detail!r:.300}")
     return kind(str(detail.get("message", f"the engine answered {status}")))
 
 
