@@ -27,7 +27,8 @@ from stitch.errors import (
     CorruptRecordError,
     UsageError,
 )
-from stitch.records import AnchorRecord, BlobRef, load_json
+from stitch.records import AnchorRecord, BlobRef
+from stitch.strict_json import load_json
 from stitch.types import VersionRef
 
 log = logging.getLogger("stitch.board")

@@ -8,7 +8,7 @@ from stitch.board import keys
 from stitch.board.creation import MAX_RECORD_BYTES
 from stitch.board.store import ObjectStore
 from stitch.errors import CorruptRecordError, SchemaMismatchError
-from stitch.records import load_json
+from stitch.strict_json import load_json
 from stitch.types import DTYPE_BITS, Schema, TensorSpec
 
 MAX_SCHEMA_BYTES = 256 * 2**20

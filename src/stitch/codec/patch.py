@@ -13,8 +13,7 @@ import zstandard
 from blake3 import blake3
 
 from stitch.codec.buckets import MAX_BUCKET_ELEMENTS, Bucket, Slice
-from stitch.codec.streams import decompress_exactly
-from stitch.codec.strict_json import (
+from stitch.codec.header_checks import (
     check_hex,
     check_int,
     check_keys,
@@ -22,6 +21,7 @@ from stitch.codec.strict_json import (
     check_str,
     parse_json,
 )
+from stitch.codec.streams import decompress_exactly
 from stitch.errors import CorruptPatchError, SchemaMismatchError, UnsupportedFormatError
 from stitch.types import DTYPE_BITS, PatchStats, Schema, TensorSpec
 

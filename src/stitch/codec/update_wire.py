@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stitch.codec.strict_json import check_int, check_keys, check_list, parse_json
+from stitch.codec.header_checks import check_int, check_keys, check_list, parse_json
 from stitch.codec.update import TensorUpdate, UpdateSet
 from stitch.codec.words import WORD_DTYPES, Words
 from stitch.errors import CorruptPatchError, SchemaMismatchError, UnsupportedFormatError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from stitch.errors import CorruptPatchError
+from stitch.strict_json import strict_loads
 
 _HEX = re.compile(r"[0-9a-f]*")
 
@@ -14,20 +14,9 @@ _HEX = re.compile(r"[0-9a-f]*")
 def parse_json(data: bytes, what: str) -> Any:
     """The value of ASCII JSON, or CorruptPatchError."""
     try:
-        return json.loads(data.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse)
+        return strict_loads(data.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise CorruptPatchError(f"{what}: not the expected JSON: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = dict(pairs)
-    if len(keys) != len(pairs):
-        raise ValueError("a key is repeated")
-    return keys
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not allowed")
 
 
 def check_keys(value: object, keys: set[str], optional: set[str], what: str) -> dict[str, Any]:
