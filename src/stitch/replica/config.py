@@ -10,7 +10,7 @@ from typing import Literal
 
 from stitch.config import setting
 from stitch.errors import UsageError
-from stitch.types import BLOB_NAME, check_run_name
+from stitch.types import BLOB_NAME, check_run_name, is_http_address
 
 MIB = 2**20
 
@@ -75,6 +75,13 @@ class ReplicaConfig:
             check_run_name(self.run)
         if self.replica_id is not None and not BLOB_NAME.fullmatch(self.replica_id):
             raise UsageError(f"replica_id {self.replica_id!r} may hold letters, digits and '._-'")
+        if self.url is not None and not is_http_address(self.url):
+            raise UsageError(f"url must be a plain http(s) address, got {self.url!r:.200}")
+        if self.url is None and self.host in ("0.0.0.0", "::"):
+            raise UsageError(
+                f"host {self.host} is every address of this machine; give `--url`, the one that "
+                "clients reach it at"
+            )
         if self.engine == "attach" and not (self.engine_url and self.engine_token):
             raise UsageError("engine 'attach' needs engine_url and engine_token (the environment)")
         for name in ("poll_interval_s", "heartbeat_interval_s", "watchdog_interval_s"):
