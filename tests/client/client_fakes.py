@@ -159,11 +159,13 @@ def status(code: int, message: str = "no", **headers: str) -> Handler:
     return handler
 
 
-def events(*rows: object, done: bool = True) -> Handler:
+def events(*rows: object, done: bool = True, start: int | None = None) -> Handler:
     """A stream of these events; a missing `[DONE]` is a stream that broke off."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if start is not None:
+            response.headers["X-Stitch-Version-Start"] = str(start)
         await response.prepare(request)
         for row in rows:
             await response.write(f"data: {json.dumps(row)}\n\n".encode())

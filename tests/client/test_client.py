@@ -240,6 +240,16 @@ def test_an_answer_for_another_run_is_not_handed_out(site: Site) -> None:
         site.client().completions(prompt="x", deadline_s=0.4)
 
 
+def test_an_answer_that_does_not_say_its_version_meets_no_demand(site: Site) -> None:
+    async def unstamped(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": []})
+
+    site.replica("a").always = unstamped
+    with pytest.raises(NoReplicaError, match="without saying on which version"):
+        site.client().completions(prompt="x", min_version=1, deadline_s=0.4)
+    assert site.client().completions(prompt="x").version_start is None
+
+
 def test_no_replica_names_what_each_one_said(site: Site) -> None:
     fake = site.replica("a", applied=5, ready=False, reason="no route to version 7")
     fake.always = fake.not_on_version

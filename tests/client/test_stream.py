@@ -28,7 +28,7 @@ VERSIONS = {
 
 def test_events_come_in_order_and_end_with_the_versions(site: Site) -> None:
     fake = site.replica("a")
-    fake.always = events(*TOKENS, VERSIONS)
+    fake.always = events(*TOKENS, VERSIONS, start=5)
     with site.client().stream(prompt="x", min_version=5) as stream:
         received = list(stream)
     assert received == [*TOKENS, VERSIONS]

@@ -128,6 +128,8 @@ class Exchange:
         run = response.headers.get(RUN_HEADER) or member.beat.run
         if member.beat.run is not None and run != member.beat.run:
             raise AttemptFailed(f"answered for run {run!r}, not {member.beat.run!r}", unmet=True)
+        if start is None and request.constraint.target is not None:
+            raise AttemptFailed("answered without saying on which version", unmet=True)
         reason = None if start is None else request.constraint.unmet_by(start)
         if reason is not None:
             member.learn(start)
