@@ -17,7 +17,7 @@ from stitch.replica.gate import Gate
 from stitch.replica.proxy import Proxy
 from stitch.replica.replica_metrics import ReplicaMetrics
 from stitch.replica.routes import RouteTable
-from stitch.replica.run import quiet_garbage_collector
+from stitch.replica.run import quiet_garbage_collector, run_fast
 from stitch.replica.state import ReplicaStatus
 from stitch.types import ReplicaState, VersionRef
 
@@ -61,7 +61,7 @@ async def serve(engine_port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine-port", type=int, required=True)
-    asyncio.run(serve(parser.parse_args().engine_port))
+    run_fast(serve(parser.parse_args().engine_port))
 
 
 if __name__ == "__main__":

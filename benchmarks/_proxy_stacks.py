@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from benchmarks._proxy_server import serving_status
 from stitch.replica.body import merge_constraints, read_body
 from stitch.replica.gate import Gate
+from stitch.replica.run import run_fast
 from stitch.replica.salt import salted
 from stitch.replica.stamps import stamp_json
 from stitch.types import VersionConstraint
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--stack", choices=["aiohttp", "starlette"], required=True)
     args = parser.parse_args()
     stack = aiohttp_stack if args.stack == "aiohttp" else starlette_stack
-    asyncio.run(stack(f"http://127.0.0.1:{args.engine_port}"))
+    run_fast(stack(f"http://127.0.0.1:{args.engine_port}"))
 
 
 if __name__ == "__main__":

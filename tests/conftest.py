@@ -1,4 +1,4 @@
-"""What all tests share: no network look-ups, one thread a process, the real data where it is at hand."""
+"""What all tests share: no network look-ups, one thread a process, the real data if at hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ for _name, _value in {
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """Folder of real weight changes (`base.safetensors`, `adam1e6/stepNNN.npz`); skips where absent."""
+    """Folder of real weight changes (`base.safetensors`, `adam1e6/step*.npz`); skips if absent."""
     given = os.environ.get("STITCH_REAL_DATA")
     place = Path(given) if given else Path(__file__).parents[2] / "shared" / "data" / "rl-smollm2"
     if not (place / "base.safetensors").exists():

@@ -439,7 +439,7 @@ async def test_a_body_cut_short_is_never_taken_for_a_whole_one() -> None:
 
     async with Upstream(script).running() as url:
         client = EngineClient(url)
-        got = await client.send("GET", "/", [], b"")
+        got = await client.send("GET", "/", b"", b"")
         await until(lambda: got._connection.transport is None)
         assert got.whole() is None
         with pytest.raises(EngineUnreachableError, match="inside the answer"):
@@ -461,7 +461,7 @@ async def test_a_long_answer_waits_in_the_engine_when_nobody_reads_it() -> None:
 
     async with Upstream(script).running() as url:
         client = EngineClient(url)
-        got = await client.send("GET", "/", [], b"")
+        got = await client.send("GET", "/", b"", b"")
         await until(lambda: got._connection._paused)
         assert sent < 64
         assert len(await got.read()) == 2**26

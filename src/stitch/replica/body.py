@@ -27,9 +27,10 @@ _MEMBER = re.compile(
     rb'"weight_version"[ \t\r\n]*:[ \t\r\n]*'
     rb'\{[ \t\r\n]*"(?:min|exact)_version"[ \t\r\n]*:[ \t\r\n]*[0-9]+[ \t\r\n]*\}'
 )
-_FIRST = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*(" + _MEMBER.pattern + rb")[ \t\r\n]*[,}]")
-_LAST = re.compile(rb"(" + _MEMBER.pattern + rb")[ \t\r\n]*\}[ \t\r\n]*")
-_VALUE = re.compile(rb'"(min|exact)_version"[ \t\r\n]*:[ \t\r\n]*(0|[1-9][0-9]{0,7})[ \t\r\n]*\}')
+_PLAIN = re.compile(
+    rb'"weight_version"[ \t\r\n]*:[ \t\r\n]*'
+    rb'\{[ \t\r\n]*"(min|exact)_version"[ \t\r\n]*:[ \t\r\n]*(0|[1-9][0-9]{0,7})[ \t\r\n]*\}'
+)
 _SPACE = b" \t\r\n"
 _DECODER = json.JSONDecoder()
 
@@ -67,7 +68,8 @@ def read_body(data: bytes, salt_field: str | None) -> RequestBody:
     if num_quoted == 1 and not (may_have_salt or has_escapes):
         found = _outermost_constraint(data)
         if found is not None:
-            return RequestBody(cut_constraint(data) or data, found, is_object=True)
+            rest, constraint = found
+            return RequestBody(rest, constraint, is_object=True)
     value = _parse(data, strict=num_quoted > 0)
     if not isinstance(value, dict):
         return RequestBody(data, is_object=True)
@@ -93,24 +95,33 @@ def _refuse_wide_object(data: bytes) -> None:
         raise ConstraintError("JSON bodies must be in UTF-8 (RFC 8259, section 8.1)")
 
 
-def _outermost_constraint(data: bytes) -> VersionConstraint | None:
-    """The constraint, if it is plainly the first or the last member of the whole object.
+def _outermost_constraint(data: bytes) -> tuple[bytes, VersionConstraint] | None:
+    """Body without constraint, and constraint, if it is plainly the first or the last member.
 
     Then it need not be parsed to know that it is at the top level: what the first brace opens and
     the last one closes is the whole, and no text can hold unescaped quotes. That matters for long
     prompts. None means: parse it.
     """
     at = data.find(_QUOTED_CONSTRAINT)
-    before = data[:at].rstrip()[-1:]
-    first = before == b"{" and _FIRST.match(data)
-    if not first and not (before in (b",", b"{") and _LAST.fullmatch(data, at)):
+    match = _PLAIN.match(data, at)
+    if match is None:
         return None
-    value = _VALUE.search(data, at)
-    if value is None:
+    before, after = data[:at].rstrip(_SPACE), data[match.end() :].strip(_SPACE)
+    is_first = before.lstrip(_SPACE) == b"{"
+    if is_first and after[:1] == b",":
+        rest = before + after[1:]
+    elif after == b"}" and (is_first or before[-1:] == b","):
+        rest = (before if is_first else before[:-1]) + after
+    else:
         return None
-    if value[1] == b"min":
-        return VersionConstraint(min_version=int(value[2]))
-    return VersionConstraint(exact_version=int(value[2]))
+    return rest, _constraint(match[1], match[2])
+
+
+@functools.lru_cache(maxsize=64)
+def _constraint(kind: bytes, number: bytes) -> VersionConstraint:
+    if kind == b"min":
+        return VersionConstraint(min_version=int(number))
+    return VersionConstraint(exact_version=int(number))
 
 
 def cut_constraint(data: bytes) -> bytes | None:

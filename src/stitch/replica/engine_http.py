@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 from urllib.parse import urlsplit
 
 from stitch.errors import EngineUnreachableError, UsageError
@@ -30,8 +31,6 @@ IDLE_S = 4.0
 """Idle connections are dropped before the engine does it (uvicorn: after 5 s)."""
 HIGH_WATER_BYTES = 512 * 1024
 WRITE_SLICE_BYTES = 1024 * 1024
-
-RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class StaleConnectionError(EngineUnreachableError):
@@ -61,8 +60,7 @@ class _Connection(asyncio.Protocol):
     # --- asyncio.Protocol ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         if self.ended:  # nothing was asked
@@ -275,22 +273,21 @@ class EngineClient:
         self._closed = False
 
     async def send(
-        self, method: str, target: str, headers: RawHeaders, body: bytes
+        self, method: str, target: str, header_lines: bytes, body: bytes
     ) -> EngineAnswer:
         """The engine's answer up to its headers; raises EngineUnreachableError.
+
+        `header_lines`: without host and content-length, each with its line break.
 
         A kept connection can be closed by the engine just as it is used. The request was then not
         answered, and generating has no side effects, so it is sent again on a new connection.
         """
         verb = method.encode("ascii")
-        lines = [verb, b" ", target.encode("utf-8", "surrogateescape"), b" HTTP/1.1\r\n"]
-        lines.append(self._host_header)
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        if body or method in ("POST", "PUT", "PATCH"):
-            lines.append(b"content-length: %d\r\n" % len(body))
-        lines.append(b"\r\n")
-        head = b"".join(lines)
+        sized = body or method in ("POST", "PUT", "PATCH")
+        length = b"content-length: %d\r\n" % len(body) if sized else b""
+        path = target.encode("utf-8", "surrogateescape")
+        parts = (verb, b" ", path, b" HTTP/1.1\r\n", self._host_header, header_lines, length)
+        head = b"".join((*parts, b"\r\n"))
         connection = self._take_idle()
         if connection is not None:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from multidict import CIMultiDict
@@ -30,13 +31,17 @@ ENGINE_START, ENGINE_END = _START.lower(), _END.lower()
 _NOT_DOWNSTREAM = HOP_BY_HOP | {b"content-length", ENGINE_START, ENGINE_END, _RUN.lower()}
 
 
-def to_engine(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """A request's end-to-end headers; the engine is asked not to compress."""
+@functools.lru_cache(maxsize=256)
+def to_engine(fields: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    """Lines of a request's end-to-end headers; the engine is asked not to compress.
+
+    Clients repeat themselves: those that send equal headers find the lines ready.
+    """
     lowered = [(name.lower(), value) for name, value in fields]
     dropped = _NOT_UPSTREAM | named_by_connection(lowered)
     kept = [field for field in lowered if field[0] not in dropped]
     kept.append((b"accept-encoding", b"identity"))
-    return kept
+    return b"".join(b"%b: %b\r\n" % field for field in kept)
 
 
 def to_client(head: Head) -> list[tuple[bytes, bytes]]:

@@ -8,6 +8,7 @@ apart and versions are separated within each.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 from stitch.replica.body import RequestBody, dump_json, splice_members
@@ -20,6 +21,7 @@ GENERATE_SEGMENTS = frozenset({"completions", "responses", "messages", "generate
 """Last path segments of the routes that generate, in vLLM, SGLang and the embedded engine."""
 
 
+@functools.lru_cache(maxsize=64)
 def version_salt(ref: VersionRef) -> str:
     """The namespace of one version: run and version, at most 60 characters."""
     run = ref.run

@@ -5,6 +5,7 @@ The reconciler and the watchdog write it; both live on the event loop, so there 
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections import deque
@@ -42,6 +43,12 @@ class CommitTiming:
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
+
+
+@functools.lru_cache(maxsize=8)
+def _ref(run: str, version: int) -> VersionRef:
+    """Checked once per version instead of once per request."""
+    return VersionRef(run, version)
 
 
 @dataclass(kw_only=True)
@@ -91,7 +98,7 @@ class ReplicaStatus:
             return None
         if self.in_doubt is not None:
             return None
-        return VersionRef(self.run, self.applied)
+        return _ref(self.run, self.applied)
 
     @property
     def lag(self) -> int | None:
