@@ -296,3 +296,31 @@ def test_a_file_where_a_folder_belongs_is_an_error_that_names_the_key(tmp_path: 
     with pytest.raises(StoreError, match=r"cannot write math/run\.json"):
         store.put("math/run.json", b"x", mode="create")
     assert str(tmp_path) not in str(StoreError)
+
+
+def test_nothing_is_absent_while_the_directory_itself_is_gone(tmp_path: Path) -> None:
+    root, aside = tmp_path / "board", tmp_path / "aside"
+    store = open_directory(root, create=True)
+    assert store.put("run/a", b"a", mode="create")
+    assert store.get("run/b", max_bytes=9) is None
+    root.rename(aside)
+    for look in (lambda: store.get("run/b", max_bytes=9), lambda: store.head("run/b")):
+        with pytest.raises(StoreError, match="the board's directory"):
+            look()
+    root.mkdir()  # what an unmounted file system leaves
+    with pytest.raises(StoreError, match="unmounted"):
+        store.head("run/b")
+    root.rmdir()
+    aside.rename(root)
+    assert store.head("run/b") is None
+    assert store.get("run/a", max_bytes=9) == b"a"
+
+
+def test_a_directory_that_is_mounted_anew_is_looked_into_again(tmp_path: Path) -> None:
+    root = tmp_path / "board"
+    store = open_directory(root, create=True)
+    root.rename(tmp_path / "aside")
+    other = open_directory(root, create=True)
+    assert other.put("run/a", b"a", mode="create")
+    assert store.get("run/b", max_bytes=9) is None
+    assert store.get("run/a", max_bytes=9) == b"a"

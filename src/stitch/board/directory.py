@@ -27,6 +27,7 @@ from stitch.board.keys import TEMPORARY_FOLDER, kind_of
 from stitch.board.store import (
     UPLOAD_CHUNK_BYTES,
     UPLOAD_CONCURRENCY,
+    ObjectInfo,
     ObstoreStore,
     PutMode,
     operation,
@@ -49,12 +50,42 @@ class DirectoryStore(ObstoreStore):
         with translated("open", "the board's directory"):
             backend = LocalStore(self._root)
         super().__init__(backend, self._root.as_uri())
+        self._identity = _identity(self._root)
         self._synced: set[Path] = {self._root}
         self._synced_lock = threading.Lock()
 
     @property
     def root(self) -> Path:
         return self._root
+
+    def get(self, key: str, *, max_bytes: int) -> bytes | None:
+        found = super().get(key, max_bytes=max_bytes)
+        if found is None:
+            self._check_root()
+        return found
+
+    def head(self, key: str) -> ObjectInfo | None:
+        found = super().head(key)
+        if found is None:
+            self._check_root()
+        return found
+
+    def _check_root(self) -> None:
+        """Raise StoreError if nothing can be said to be absent: the directory itself is gone.
+
+        An unmounted file system leaves an empty directory behind, in which no version is newer.
+        """
+        with operation("look into", "the board's directory"):
+            now = _identity(self._root)
+            if now == self._identity:
+                return
+            with os.scandir(self._root) as entries:
+                is_empty = next(entries, None) is None
+        if is_empty:
+            raise StoreError(
+                "the board's directory is another one than before, and empty; is it unmounted?"
+            )
+        self._identity = now  # mounted again
 
     def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
         for _ in range(PUT_ATTEMPTS):
@@ -162,6 +193,11 @@ def open_directory(root: Path, *, create: bool) -> DirectoryStore:
         if not root.is_dir():
             raise StoreUnsuitableError(f"{root} is not a directory")
     return DirectoryStore(root)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _make(path: Path) -> bool:
