@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from replica_kit import DEADLINE_S, Replica, engine_at, replica_of, until
 
 from stitch.board import Run
 from stitch.publish import Publisher, write_anchor
+from stitch.replica.reconciler import MIN_LOOK_INTERVAL_S
 from stitch.tensors import write_safetensors
 from stitch.testing.published import PublishedRun, copy_of, digest_of, published_run
 from stitch.testing.synthetic import adam_step
@@ -226,6 +228,45 @@ async def test_heartbeats_tell_the_board_and_end_with_a_clean_stop(
         async with asyncio.timeout(DEADLINE_S):
             await replica.ended
         assert published.run.heartbeats() == []
+
+
+async def test_a_stopping_replica_leaves_the_board_before_its_last_requests_end(
+    published: PublishedRun,
+) -> None:
+    engine = engine_at(published, 0)
+    async with replica_of(published, engine, drain_s=DEADLINE_S) as replica:
+        await replica.serves(3)
+        await until(lambda: published.run.heartbeats())
+        engine.faults.token_gate = gate = asyncio.Semaphore(0)
+        request = asyncio.create_task(replica.complete(max_tokens=1))
+        await until(lambda: engine.running == 1)
+        replica.stop.set()
+        await until(lambda: published.run.heartbeats() == [])
+        assert not request.done()
+        gate.release()
+        status, _ = await request
+        assert status == 200
+
+
+async def test_a_flood_of_wake_ups_is_not_passed_on_to_the_board(
+    published: PublishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Run.newest
+    num_looks = 0
+
+    def newest(run: Run, after: int | None = None) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return real(run, after)
+
+    async with replica_of(published, poll_interval_s=3600.0) as replica:
+        await replica.serves(3)
+        monkeypatch.setattr(Run, "newest", newest)
+        began_s = time.monotonic()
+        for _ in range(200):
+            await replica.post("/wake")
+        took_s = time.monotonic() - began_s
+        assert 1 <= num_looks <= took_s / MIN_LOOK_INTERVAL_S + 2
 
 
 async def test_an_engine_that_outlived_its_sidecar_is_proven_where_it_stands(

@@ -193,14 +193,16 @@ class ReplicaApp:
             "seconds_s": report.seconds_s,
         }
 
-    async def close(self, *, failed: bool) -> None:
-        """Say good-bye on the board: off it after a clean stop, FAILED and why otherwise."""
-        await self._worker.close()
+    async def withdraw(self) -> None:
+        """Leave the board, before the last requests are seen out, so that no new ones come."""
         if self._heartbeats is not None:
-            if failed:
-                await self._heartbeats.beat()
-            else:
-                await self._heartbeats.remove()
+            await self._heartbeats.remove()
+
+    async def close(self, *, failed: bool) -> None:
+        """End the worker; a replica that FAILED says so, and why, on the board."""
+        await self._worker.close()
+        if failed and self._heartbeats is not None:
+            await self._heartbeats.beat()
 
 
 async def first_failure(*work: Coroutine[object, object, None]) -> None:

@@ -44,6 +44,7 @@ log = logging.getLogger("stitch.replica.reconciler")
 MAX_COALESCE_ROUNDS = 4
 """Looks for still newer versions before staging; a fast publisher must not starve the commit."""
 MIN_RETRY_S = 0.2
+MIN_LOOK_INTERVAL_S = 0.05
 """Least time between attempts after a fault, however often it is woken."""
 
 
@@ -66,6 +67,7 @@ class Reconciler:
         self._num_faults = 0
         self._reprove = False
         self._fetched_bytes = 0
+        self._looked_s = float("-inf")
 
     async def find_run(self, board: Board) -> Run:
         """Wait until the wanted run is on the board. Raises UsageError for an unusable board."""
@@ -142,7 +144,11 @@ class Reconciler:
             await self._pause(self._config.poll_interval_s)
 
     async def _look(self, run: Run) -> None:
-        """See which version is the newest."""
+        """See which version is the newest; no oftener than the board can be asked to bear."""
+        wait_s = self._looked_s + MIN_LOOK_INTERVAL_S - time.monotonic()
+        if wait_s > 0:  # wake-ups come as often as clients ask
+            await asyncio.sleep(wait_s)
+        self._looked_s = time.monotonic()
         after = self._status.newest
         if after is None:
             after = self._status.applied

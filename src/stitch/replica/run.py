@@ -76,6 +76,7 @@ async def serve_until(
             if on_listening is not None:
                 on_listening(app, port)
             await _until_stopped(asyncio.create_task(app.reconcile(board)), stop)
+            await app.withdraw()
     except Exception:
         failed = True
         raise
