@@ -27,28 +27,7 @@ from stitch.types import Schema, TensorSpec
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, torch_name): name
-    for torch_name, name in {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "uint16": "U16",
-        "int16": "I16",
-        "uint32": "U32",
-        "int32": "I32",
-        "uint64": "U64",
-        "int64": "I64",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
-        "float4_e2m1fn_x2": "F4",
-    }.items()
+    for torch_name, name in {**numpy_state.DTYPE_NAMES, "float4_e2m1fn_x2": "F4"}.items()
     if hasattr(torch, torch_name)
 }
 """torch dtype -> safetensors dtype, for what this torch has. A float4_e2m1fn_x2 holds two F4."""
