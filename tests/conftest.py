@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+
+# A shell starts background jobs with SIGINT ignored, and children would inherit that; tests that
+# interrupt a program need it to be as it is in the foreground.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
