@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from replica_kit import (
@@ -142,10 +143,14 @@ async def test_bodies_over_the_limit_are_refused_and_large_ones_below_it_pass() 
 
 async def test_a_client_that_waits_for_100_continue_gets_it() -> None:
     async with front_of(says(answer())) as (app, _):
-        request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
-        request += b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"
-        got = await raw_exchange(app, request)
-    assert got.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(app.url).port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        writer.write(head + b"Connection: close\r\nContent-Length: 2\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"{}")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
 
 
 # --- constraints -----------------------------------------------------------------------------

@@ -56,10 +56,11 @@ def read_body(data: bytes, salt_field: str | None) -> RequestBody:
 
     `salt_field`: the engine's cache-salt key on routes that take one, else None.
     """
-    if b"\x00" in data[:4] or data[:2] in _UTF16_MARKS:
-        _refuse_wide_object(data)
-    if not _JSON_OBJECT.match(data):
-        return RequestBody(data)
+    if data[:1] != b"{" or b"\x00" in data[1:4]:  # not plainly an object in UTF-8
+        if b"\x00" in data[:4] or data[:2] in _UTF16_MARKS:
+            _refuse_wide_object(data)
+        if not _JSON_OBJECT.match(data):
+            return RequestBody(data)
     has_escapes = b"\\u" in data
     num_quoted = data.count(_QUOTED_CONSTRAINT)
     may_have_salt = salt_field is not None and _quoted(salt_field) in data

@@ -220,6 +220,13 @@ async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
     if not request.can_read_body:
         return b""
     headers, content = request.headers, request.content
+    if content.is_eof() and "Content-Encoding" not in headers:  # as nearly always: all is here
+        data = content.read_nowait()
+        if len(data) > max_bytes:
+            raise BodyTooLargeError(
+                f"the body has {len(data)} bytes; at most {max_bytes} are taken"
+            )
+        return data
     coding = headers.get("Content-Encoding", "").strip().lower()
     if coding not in DECODED_CODINGS:
         raise UnknownCodingError(f"bodies of Content-Encoding {coding[:40]!r} are not taken")
@@ -230,8 +237,6 @@ async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
     part = await content.readany()
-    if len(part) == length and "Content-Encoding" not in headers:
-        return part  # as nearly always: it all came at once
     parts, size = [], 0
     while part:
         parts.append(part)
