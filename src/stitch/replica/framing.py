@@ -5,6 +5,7 @@ Pure functions and small state machines on bytes, without I/O. Source: RFC 9112.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ MAX_LINE_BYTES = 16 * 1024
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n]*))?")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)|(?<!\r)\n")
+_NO_CONTROLS = bytes({9, 10, 13, *range(32, 127), *range(128, 256)})
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?")
 
 
@@ -55,11 +56,11 @@ def take_head(data: bytes) -> tuple[bytes | None, bytes]:
 def parse_head(raw: bytes) -> Head:
     """Parse a head; raises ProtocolError."""
     first, *lines = raw.split(b"\r\n")
-    match = _STATUS.fullmatch(first)
-    if match is None:
-        raise ProtocolError(f"status line {first[:80]!r}")
-    if _CONTROL.search(raw):
-        raise ProtocolError("a control character, or a bare line break, inside the head")
+    status, reason, keep_alive = _status_line(first)
+    if not raw.count(b"\n") == raw.count(b"\r") == len(lines):
+        raise ProtocolError("a line break inside the head")
+    if raw.translate(None, _NO_CONTROLS):
+        raise ProtocolError("a control character inside the head")
     fields = []
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -68,12 +69,19 @@ def parse_head(raw: bytes) -> Head:
             raise ProtocolError(f"header line {line[:80]!r}")
         fields.append((lowered, value.strip(b" \t")))
     last = dict(fields)
-    keep_alive = match[1] == b"1"
     if b"connection" in last:
         tokens = {t.strip() for n, v in fields if n == b"connection" for t in v.lower().split(b",")}
         keep_alive = b"close" not in tokens and (keep_alive or b"keep-alive" in tokens)
-    reason = (match[3] or b"").decode("latin-1")
-    return Head(int(match[2]), reason, fields, last, keep_alive)
+    return Head(status, reason, fields, last, keep_alive)
+
+
+@functools.lru_cache(maxsize=64)
+def _status_line(line: bytes) -> tuple[int, str, bool]:
+    """Status, reason, and whether the connection stays open by default."""
+    match = _STATUS.fullmatch(line)
+    if match is None:
+        raise ProtocolError(f"status line {line[:80]!r}")
+    return int(match[2]), (match[3] or b"").decode("latin-1"), match[1] == b"1"
 
 
 _lowered: dict[bytes, bytes] = {}
