@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stitch.codec import kernels, reference
+from stitch.codec import kernels, plan_buckets, reference
+from stitch.codec.changes import find_changes
+from stitch.codec.encodings.gaps import Gaps
 from stitch.codec.ulp import from_ordered, steps_between, take_steps, to_ordered
+from stitch.tensors import HostWeights
+from stitch.types import Schema, TensorSpec
 
 SPREAD = np.array(
     [0, 1, 2, 0x7F, 0x80, 0xFF, 0x100, 0x3F7F, 0x3F80, 0x3F81, 0x7C00, 0x7F7F, 0x7F80, 0x7F81,
@@ -63,6 +67,30 @@ def test_crossing_zero_and_flipping_its_sign_are_small_steps() -> None:
     zero, minus_zero, tiny, minus_tiny = np.array([0, 0x8000, 1, 0x8001], np.uint16)[:, None]
     assert steps_between(minus_zero, zero, "BF16") == 1
     assert steps_between(minus_tiny, tiny, "BF16") == 3
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "BF16", "U16", "F32", "I32", "F64", "I64"])
+def test_gap_streams_equal_the_reference(dtype: str) -> None:
+    width = {"8": 1, "3": 1, "6": 2, "2": 4, "4": 8}[dtype[-1]]
+    rng = np.random.default_rng(6)
+    for n, every in ((1, 1), (257, 3), (4097, 1), (70_000, 900)):
+        old = np.frombuffer(rng.bytes(n * width), WORDS[width]).copy()
+        new = old.copy()
+        new[n - 1 :: -every] += WORDS[width](1 + rng.integers(100))
+        schema = Schema.of([TensorSpec.of("t", dtype, [n])])
+        readers = []
+        for words in (old, new):
+            weights = HostWeights.allocate(schema)
+            weights.words("t")[:] = words
+            readers.append(weights)
+        (bucket,) = plan_buckets(schema)
+        payload = Gaps().encode(find_changes(bucket, *readers))
+        gaps, steps = reference.gaps_and_steps(old, new, dtype)
+        found, rest = reference.read_stream(payload, len(gaps), "<u4")
+        assert found.tolist() == gaps
+        found, rest = reference.read_stream(rest, len(steps), f"<i{max(2, width)}")
+        assert found.tolist() == steps
+        assert rest == b""
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "BF16", "U16", "F32", "I32", "F64", "I64"])
