@@ -324,7 +324,8 @@ def test_requests_are_spread_by_what_is_outstanding(site: Site) -> None:
     client.replicas()
     futures = [client.submit("/v1/completions", {"prompt": "x"}) for _ in range(30)]
     wait_until(lambda: sum(len(f.requests) for f in fakes) == 30, "all were sent")
-    assert min(len(fake.requests) for fake in fakes) >= 4
+    # The less loaded of two, each time: fewer than 6 for one of them comes once in 10^5 runs.
+    assert min(len(fake.requests) for fake in fakes) >= 6
     assert sum(info.outstanding for info in client.replicas()) == 30
     for future in futures:
         future.cancel()
@@ -332,6 +333,19 @@ def test_requests_are_spread_by_what_is_outstanding(site: Site) -> None:
     wait_until(
         lambda: sum(info.outstanding for info in client.replicas()) == 0, "none is outstanding"
     )
+
+
+def test_requests_that_choose_at_the_same_time_see_each_other(site: Site) -> None:
+    fakes = [site.replica(name) for name in "ab"]
+    for fake in fakes:
+        fake.always = fake.hang
+    client = site.client()
+    client.replicas()
+    futures = [client.submit("/v1/completions", {"prompt": "x"}) for _ in range(40)]
+    wait_until(lambda: sum(len(f.requests) for f in fakes) == 40, "all were sent")
+    assert [len(fake.requests) for fake in fakes] == [20, 20]
+    for future in futures:
+        future.cancel()
 
 
 def test_no_more_requests_are_in_flight_than_allowed(site: Site) -> None:

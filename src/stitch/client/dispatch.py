@@ -80,8 +80,12 @@ class Dispatcher:
         self._refresh_now()
 
     async def _run(self, attempt: Attempt[T], member: Member, left_s: float, number: int) -> T:
-        """One attempt, in a task of its own that losing the replica cancels."""
-        started_s = self.fleet.now()
+        """One attempt, in a task of its own that losing the replica cancels.
+
+        It is outstanding from here, before anything else can run: requests that choose their
+        replicas in the same turn of the event loop must see each other.
+        """
+        started_s = self.fleet.started(member)
         task: asyncio.Task[T] = asyncio.ensure_future(attempt(member, left_s, number))
         group = self._attempts.setdefault(member.id, set())
         group.add(task)
@@ -92,6 +96,7 @@ class Dispatcher:
                 raise AttemptFailed("its heartbeat stood still", may_have_run=True)
             return task.result()
         finally:
+            self.fleet.ended(member)
             group.discard(task)
             if not task.done():
                 task.cancel()

@@ -71,7 +71,9 @@ class OpenStream:
             raise AttemptFailed("the stream ended without an event", may_have_run=True)
 
     def own(self, cleanup: AsyncExitStack) -> None:
-        """Take over what has to be released when the stream ends."""
+        """Take over what has to be released when the stream ends; outstanding until then."""
+        self._fleet.started(self._member)
+        cleanup.callback(self._fleet.ended, self._member)
         self._cleanup = cleanup
 
     async def next_event(self) -> Event | None:
@@ -136,7 +138,7 @@ async def open_stream(
     """One attempt at a stream, up to and including its first event."""
     request = replace(request, body={**request.body, "stream": True})
     async with AsyncExitStack() as cleanup:
-        started_s = cleanup.enter_context(exchange.counted(member))
+        started_s = fleet.now()
         try:
             async with asyncio.timeout(exchange.budget_s(left_s)):
                 response = await exchange.post(request, member, started_s)

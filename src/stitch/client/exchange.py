@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
@@ -34,17 +32,17 @@ class Exchange:
 
     async def ask(self, request: Request, member: Member, left_s: float, number: int) -> Answer:
         """One attempt at a whole answer."""
-        with self.counted(member) as started_s:
-            try:
-                async with asyncio.timeout(self.budget_s(left_s)):
-                    response = await self.post(request, member, started_s)
-                    async with response:
-                        await self.check_status(request, member, response, started_s)
-                        data = await response.read()
-            except TimeoutError:
-                raise self.timed_out(member, started_s) from None
-            except aiohttp.ClientError as error:
-                raise self.broke(member, error, started_s) from None
+        started_s = self._fleet.now()
+        try:
+            async with asyncio.timeout(self.budget_s(left_s)):
+                response = await self.post(request, member, started_s)
+                async with response:
+                    await self.check_status(request, member, response, started_s)
+                    data = await response.read()
+        except TimeoutError:
+            raise self.timed_out(member, started_s) from None
+        except aiohttp.ClientError as error:
+            raise self.broke(member, error, started_s) from None
         body = _json_object(data, response, member)
         start, end = stamped_versions(body, response.headers)
         run = self.check_stamp(request, member, response, start)
@@ -144,15 +142,6 @@ class Exchange:
         self._fleet.failed(member, started_s)
         said = str(error) or type(error).__name__
         return AttemptFailed(f"the connection broke: {said}", may_have_run=True)
-
-    @contextmanager
-    def counted(self, member: Member) -> Iterator[float]:
-        """Count an attempt as outstanding; gives the clock at its start."""
-        started_s = self._fleet.started(member)
-        try:
-            yield started_s
-        finally:
-            self._fleet.ended(member)
 
     def budget_s(self, left_s: float) -> float:
         """Seconds that one attempt may take."""
