@@ -29,6 +29,10 @@ def read_slice(reader: WeightReader, schema: Schema, piece: Slice) -> Words:
     return words
 
 
+def _read_slices(reader: WeightReader, bucket: Bucket) -> tuple[Words, ...]:
+    return tuple(read_slice(reader, reader.schema, piece) for piece in bucket.slices)
+
+
 _CHUNK_BYTES = 1 << 20
 """Compared, gathered and digested at a time, so that only the comparison waits for memory."""
 
@@ -37,17 +41,34 @@ _CHUNK_BYTES = 1 << 20
 class BucketChanges:
     """The changes of one bucket: positions in the bucket, and the words there.
 
-    positions: (k,) ascending; old, new: (k,). old_slices, new_slices: all words, slice by slice.
+    positions: (k,) ascending; old, new: (k,).
     gains: for each slice, what its tensor's digest lanes gain by the changes.
+    old_weights, new_weights: where all words can be read.
     """
 
     bucket: Bucket
     positions: Positions
     old: Words
     new: Words
-    old_slices: tuple[Words, ...]
-    new_slices: tuple[Words, ...]
     gains: tuple[Lanes, ...]
+    old_weights: WeightReader
+    new_weights: WeightReader
+    held_old: tuple[Words, ...] | None = None
+    held_new: tuple[Words, ...] | None = None
+
+    @property
+    def old_slices(self) -> tuple[Words, ...]:
+        """All old words, slice by slice; read again unless they are held."""
+        if self.held_old is not None:
+            return self.held_old
+        return _read_slices(self.old_weights, self.bucket)
+
+    @property
+    def new_slices(self) -> tuple[Words, ...]:
+        """All new words, slice by slice; read again unless they are held."""
+        if self.held_new is not None:
+            return self.held_new
+        return _read_slices(self.new_weights, self.bucket)
 
     @property
     def num_changed(self) -> int:
@@ -92,9 +113,11 @@ def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> Bucket
         positions=np.concatenate(found),
         old=np.concatenate(olds),
         new=np.concatenate(news),
-        old_slices=tuple(old_slices),
-        new_slices=tuple(new_slices),
         gains=tuple(gains),
+        old_weights=old,
+        new_weights=new,
+        held_old=tuple(old_slices),
+        held_new=tuple(new_slices),
     )
 
 

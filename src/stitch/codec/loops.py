@@ -1,29 +1,23 @@
 """The compiled loops. Import it only through :mod:`stitch.codec.kernels`.
 
-Each loop is made by a factory that fixes the word size, so that widths and shifts are constants,
-and compiled at most once per word size: the signatures accept read-only and unaligned inputs, so
-the caller's arrays never trigger another compilation. Two habits keep the loops fast and right:
-integers of different signedness never meet in an expression (numba would make them floats), and
-inner loops run over slices from 0, which spares numba its check for negative indices.
+See :mod:`stitch.codec.compiling` for how they are compiled and for the habits they keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
+from stitch.codec.compiling import NUMPY_UINT, UINT, compiled, input_array, output_array
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
 
 _GOLDEN, _M1, _M2, _M3 = (np.uint64(c) for c in (GOLDEN, MIX_1, MIX_2, MIX_3))
 _ZERO, _ONE, _S29, _S32 = (np.uint64(n) for n in (0, 1, 29, 32))
 
-_UINT = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
-_NUMPY_UINT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
@@ -32,25 +26,6 @@ _GATHER = 256
 
 _BLOCK = 1 << 12
 """Elements per block of the dense loops; the block's steps stay in the first-level cache."""
-
-
-def _input(element: Any, ndim: int = 1) -> Any:
-    return types.Array(element, ndim, "C", readonly=True, aligned=False)
-
-
-def _output(element: Any, ndim: int = 1) -> Any:
-    return types.Array(element, ndim, "C", readonly=False, aligned=False)
-
-
-def _compile(function: Callable[..., Any], result: Any, *arguments: Any) -> Callable[..., Any]:
-    signature = result(*arguments)
-    compiled: Callable[..., Any]
-    try:
-        compiled = numba.njit(signature, nogil=True, error_model="numpy", cache=True)(function)
-    except (RuntimeError, OSError):
-        # No place for the cache can be written, or its disk is full: compile for this process.
-        compiled = numba.njit(signature, nogil=True, error_model="numpy")(function)
-    return compiled
 
 
 @cache
@@ -81,8 +56,8 @@ def find_changed(word_bytes: int) -> Callable[..., Any]:
                             bits >>= shift
         return count
 
-    rows = _input(types.uint64, 2)
-    return _compile(loop, types.int64, rows, rows, _output(types.uint32))
+    rows = input_array(types.uint64, 2)
+    return compiled(loop, types.int64, rows, rows, output_array(types.uint32))
 
 
 @cache
@@ -107,7 +82,9 @@ def sum_words() -> Callable[..., Any]:
         out[0] += a
         out[1] += b
 
-    return _compile(loop, types.void, _input(types.uint64), types.uint64, _output(types.uint64))
+    return compiled(
+        loop, types.void, input_array(types.uint64), types.uint64, output_array(types.uint64)
+    )
 
 
 @cache
@@ -162,15 +139,15 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
         out[0] += a
         out[1] += b
 
-    return _compile(
+    return compiled(
         loop,
         types.void,
-        _input(types.uint64),
-        _input(types.uint64),
+        input_array(types.uint64),
+        input_array(types.uint64),
         types.uint64,
-        _input(types.int64),
-        _input(_UINT[word_bytes]),
-        _output(types.uint64),
+        input_array(types.int64),
+        input_array(UINT[word_bytes]),
+        output_array(types.uint64),
     )
 
 
@@ -180,7 +157,7 @@ def split_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
 
     `ordered`: the words are sign and magnitude.
     """
-    word = _NUMPY_UINT[word_bytes]
+    word = NUMPY_UINT[word_bytes]
     zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
     sign = word(1 << (8 * word_bytes - 1))
 
@@ -204,8 +181,8 @@ def split_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 for i in range(n):
                     row[i] = np.uint8(zigzag[i] >> shift)
 
-    words = _input(_UINT[word_bytes])
-    return _compile(loop, types.void, words, words, types.int64, _output(types.uint8, 2))
+    words = input_array(UINT[word_bytes])
+    return compiled(loop, types.void, words, words, types.int64, output_array(types.uint8, 2))
 
 
 @cache
@@ -214,7 +191,7 @@ def join_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
 
     `planes` (width, total) are read from column `first`. Returns how many words moved.
     """
-    word = _NUMPY_UINT[word_bytes]
+    word = NUMPY_UINT[word_bytes]
     zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
     sign = word(1 << (8 * word_bytes - 1))
 
@@ -246,7 +223,12 @@ def join_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 moved += zigzag[i] != zero
         return moved
 
-    words = _input(_UINT[word_bytes])
-    return _compile(
-        loop, types.int64, words, _input(types.uint8, 2), types.int64, _output(_UINT[word_bytes])
+    words = input_array(UINT[word_bytes])
+    return compiled(
+        loop,
+        types.int64,
+        words,
+        input_array(types.uint8, 2),
+        types.int64,
+        output_array(UINT[word_bytes]),
     )
