@@ -1,0 +1,106 @@
+"""`ranks`: distances inside magnitude classes, and differences of magnitudes. See docs/format.md."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from stitch.codec.changes import BucketChanges
+from stitch.codec.encodings.port import DecodedChanges, OldWords
+from stitch.codec.ranks import kernels
+from stitch.codec.ranks.classes import by_exponent
+from stitch.codec.ranks.kernels import Flips, Values
+from stitch.codec.ranks.table import read_table, write_table
+from stitch.codec.ulp import is_ordered_by_sign
+from stitch.codec.words import SIGNED_DTYPES, Words
+from stitch.errors import CorruptPatchError
+
+BY_EXPONENT = 0
+"""How the classes are found."""
+_HEAD = struct.Struct("<BB")
+_LENGTH = struct.Struct("<I")
+
+
+class Ranks:
+    """Decoding reads every old word of the bucket, once."""
+
+    def encode(self, changes: BucketChanges) -> bytes:
+        bucket = changes.bucket
+        values, flips = values_between(changes.old, changes.new, bucket.dtype)
+        slices = by_exponent(bucket.dtype, changes.old_slices)
+        coded = kernels.encode(slices, changes.positions, values, flips)
+        return b"".join(
+            [
+                _HEAD.pack(BY_EXPONENT, len(coded.table) - 1),
+                write_table(coded.table),
+                _LENGTH.pack(len(coded.bits)),
+                coded.bits,
+                coded.stream,
+            ]
+        )
+
+    def decode(
+        self, payload: memoryview, *, num_changed: int, old: OldWords, what: str
+    ) -> DecodedChanges:
+        bucket = old.bucket
+        if len(payload) < _HEAD.size:
+            raise CorruptPatchError(f"{what}: {len(payload)} bytes are too few")
+        kind, last_class = _HEAD.unpack_from(payload)
+        if kind != BY_EXPONENT:
+            raise CorruptPatchError(f"{what}: unknown kind of classes {kind}")
+        table, rest = read_table(
+            payload[_HEAD.size :],
+            last_class + 1,
+            num_changed=num_changed,
+            num_elements=bucket.num_elements,
+            what=what,
+        )
+        if len(rest) < _LENGTH.size:
+            raise CorruptPatchError(f"{what}: cut short after its class table")
+        (num_bytes,) = _LENGTH.unpack_from(rest)
+        rest = rest[_LENGTH.size :]
+        if num_bytes > len(rest):
+            raise CorruptPatchError(f"{what}: {num_bytes} bytes of raw bits, {len(rest)} are left")
+        gaps, values, flips = kernels.decode(
+            table, rest[:num_bytes], rest[num_bytes:], bucket.num_elements, what
+        )
+        slices = by_exponent(bucket.dtype, old.whole())
+        positions, order = kernels.place(slices, table, gaps, what)
+        before = old.at(positions)
+        after = take_values(before, values[order], flips[order], bucket.dtype, what)
+        return DecodedChanges(positions=positions, old=before, new=after)
+
+
+def values_between(old: Words, new: Words, dtype: str) -> tuple[Values, Flips]:
+    """From `old` to `new` (k,): differences of magnitudes, and which sign bits flip.
+
+    Integers: their differences, wrapped to the words' width; nothing flips.
+    """
+    if not is_ordered_by_sign(dtype):
+        steps = (new - old).view(SIGNED_DTYPES[old.itemsize])
+        return steps.astype(np.int64, copy=False), np.zeros(old.size, np.uint8)
+    top = old.dtype.type(8 * old.itemsize - 1)
+    size = old.dtype.type((1 << int(top)) - 1)
+    values = (new & size).astype(np.int64) - (old & size).astype(np.int64)
+    return values, ((old ^ new) >> top).astype(np.uint8)
+
+
+def take_values(old: Words, values: Values, flips: Flips, dtype: str, what: str) -> Words:
+    """The words that lie `values` (k,) from `old`. Raises CorruptPatchError for impossible ones."""
+    bits = 8 * old.itemsize
+    if not is_ordered_by_sign(dtype):
+        half = 1 << (bits - 1)
+        if flips.any() or (bits < 64 and ((values < -half) | (values >= half)).any()):
+            raise CorruptPatchError(f"{what}: a difference is too wide for its word")
+        new: Words = old + values.astype(old.dtype)
+        return new
+    size = old.dtype.type((1 << (bits - 1)) - 1)
+    # A sum beyond 64 bits wraps to a negative number.
+    magnitude = (old & size).astype(np.int64) + values
+    if ((magnitude < 0) | (magnitude > int(size))).any():
+        raise CorruptPatchError(f"{what}: a difference leads to a magnitude that words do not have")
+    top = old.dtype.type(bits - 1)
+    sign = (old & ~size) ^ (flips.astype(old.dtype) << top)
+    moved: Words = magnitude.astype(old.dtype) | sign
+    return moved
