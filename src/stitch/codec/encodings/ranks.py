@@ -1,4 +1,4 @@
-"""`ranks`: distances inside magnitude classes, and differences of magnitudes. See docs/format.md."""
+"""`ranks`: distances inside magnitude classes, and steps of magnitudes. See docs/format.md."""
 
 from __future__ import annotations
 

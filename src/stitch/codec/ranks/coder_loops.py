@@ -53,9 +53,8 @@ def _renew(counts, starts, most):  # type: ignore[no-untyped-def]
     best = 0
     used = 0
     for s in range(SYMBOLS):
-        width = 1 + np.int64(np.uint64(counts[s] * (TOTAL - SYMBOLS)) // total)
-        starts[s + 1] = width
-        used += width
+        starts[s + 1] = 1 + np.int64(np.uint64(counts[s] * (TOTAL - SYMBOLS)) // total)
+        used += starts[s + 1]
         if counts[s] > counts[best]:
             best = s
     starts[best + 1] += TOTAL - used
@@ -78,7 +77,8 @@ def guess(counts, ratio):  # type: ignore[no-untyped-def]
 def write_run(counts, symbols, lows, widths):  # type: ignore[no-untyped-def]
     """A run of one model.
 
-    `lows` and `widths` (n,) uint16 get the interval of each symbol (n,) uint8; `counts` (16,) learn.
+    `lows` and `widths` (n,) uint16 get the interval of each symbol (n,) uint8. `counts` (16,)
+    learn.
     """
     starts = np.empty(SYMBOLS + 1, np.int64)
     period = SHORTEST_PERIOD

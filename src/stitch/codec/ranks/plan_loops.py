@@ -143,8 +143,8 @@ def _fit_values(row, values, flips):  # type: ignore[no-untyped-def]
         size = np.uint64(-values[i]) if values[i] < 0 else np.uint64(values[i])
         up[_length(size - lowest)] += 1
         down[_length(highest - size)] += 1
-    bits_up = 0
-    bits_down = 0
+    bits_up = np.int64(0)
+    bits_down = np.int64(0)
     for length in range(65):
         bits_up += up[length] * length
         bits_down += down[length] * length
@@ -153,14 +153,14 @@ def _fit_values(row, values, flips):  # type: ignore[no-untyped-def]
     base = highest if reverse else lowest
     # The count of magnitudes that certainly are escaped with so many low bits, then the true one.
     shift = 0
-    longer = 0
+    longer = np.int64(0)
     for length in range(4, 65):
         longer += lengths[length]
     while shift < MAX_VALUE_SHIFT and longer * _ESCAPES > values.size:
         shift += 1
         longer -= lengths[shift + 3]
     while shift < MAX_VALUE_SHIFT:
-        escaped = 0
+        escaped = np.int64(0)
         for i in range(values.size):
             size = np.uint64(-values[i]) if values[i] < 0 else np.uint64(values[i])
             size = base - size if reverse else size - base

@@ -14,8 +14,8 @@ from numba import types
 from numba.extending import register_jitable
 
 from stitch.codec.compiling import NUMPY_UINT, UINT, compiled, input_array, output_array
+from stitch.codec.ranks.table import MAX_CLASSES
 
-NUM_CLASSES = 256
 _TILE = 1 << 14
 """Elements whose classes are worked out at a time; they stay in the first-level cache."""
 _ONE = np.uint32(1)
@@ -43,7 +43,7 @@ def _classify(word_bytes: int) -> Any:
     def wide(words, shift, mask, out):  # type: ignore[no-untyped-def]
         for i in range(words.size):
             field = np.int64((words[i] >> shift) & mask) - F64_LOWEST
-            out[i] = np.uint8(min(max(field, 0), NUM_CLASSES - 1))
+            out[i] = min(max(field, 0), MAX_CLASSES - 1)
 
     return wide
 
