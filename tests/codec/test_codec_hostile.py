@@ -199,10 +199,10 @@ def test_later_formats_and_encodings_are_unsupported_not_corrupt() -> None:
     data[8] = 2
     with pytest.raises(UnsupportedFormatError, match="format version 2, this release reads 1"):
         read_header(bytes(data))
-    part = rebuilt(WHOLE["gaps"][0], set_row(2, "ranks"))
-    with pytest.raises(UnsupportedFormatError, match=r"bucket 0 .*'ranks' is not one of gaps"):
+    part = rebuilt(WHOLE["gaps"][0], set_row(2, "braids"))
+    with pytest.raises(UnsupportedFormatError, match=r"bucket 0 .*'braids' is not one of gaps"):
         decode_parts([part], OLD, BEFORE)
-    assert read_header(part).encodings["ranks"] == 1
+    assert read_header(part).encodings["braids"] == 1
 
 
 LIES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
@@ -375,25 +375,61 @@ def test_a_step_too_wide_for_an_8_bit_word_is_refused() -> None:
     assert "too wide" in refused([write_part(header, [payload])], weights, before)
 
 
-@pytest.mark.parametrize(
-    ("content", "num_changed", "message"),
-    [
-        (b"\1" + bytes(1023), 1, "leads to weights"),
-        (b"\1" + bytes(1023), 2, "1 elements change, the table says 2"),
-        (bytes(1024), 1, "0 elements change"),
-        (bytes(1023), 1, "zstd frame of 1023 bytes, expected 1024"),
-        (bytes(1 << 28), 1, "zstd frame of 268435456 bytes"),
-    ],
-)
-def test_forged_planes_are_refused(content: bytes, num_changed: int, message: str) -> None:
-    assert message in refused([forged(zstandard.compress(content), "dense", num_changed)])
+def squeezed(content: bytes) -> bytes:
+    """A zstd stream."""
+    body = zstandard.ZstdCompressor(write_content_size=True).compress(content)
+    return struct.pack("<BI", 2, len(body)) + body
+
+
+FORGED_DENSE: list[tuple[bytes, int, str]] = [
+    (b"\0" + raw([1] + [0] * 511, "u1") + squeezed(bytes(512)), 1, "leads to weights"),
+    (b"\0" + raw([1] + [0] * 511, "u1") + squeezed(bytes(512)), 2, "1 elements change, the table"),
+    (b"\0" + squeezed(bytes(512)) * 2, 1, "0 elements change"),
+    (b"\0" + squeezed(bytes(512)) * 3, 1, "bytes after the planes"),
+    (b"\0" + squeezed(bytes(512)), 1, "plane 1: 0 bytes left"),
+    (b"\0" + squeezed(bytes(511)) * 2, 1, "plane 0: zstd frame of 511 bytes, expected 512"),
+    (b"\0" + squeezed(bytes(1 << 28)) * 2, 1, "plane 0: zstd frame of 268435456 bytes"),
+    (b"\1" + raw([1] + [0] * 127, "u1") + raw([], "u1") * 2, 1, "leads to weights"),
+    (b"\1" + raw([1] + [0] * 127, "u1") + raw([], "u1") * 2, 2, "1 elements change, the table"),
+    (b"\1" + raw([3] + [0] * 127, "u1") + raw([], "u1") * 2, 1, "plane 0: 0 raw bytes, expected 1"),
+    (b"\1" + raw([3] + [0] * 127, "u1") + raw([0], "u1") * 2, 1, "leads to weights"),
+    (b"\1" + raw([3] + [0] * 127, "u1") + raw([255], "u1") * 2, 1, "a step is too wide"),
+    (b"\1" + raw([3] + [0] * 127, "u1") + raw([0], "u1") * 3, 1, "bytes after the planes"),
+    (b"\1" + raw([0] * 128, "u1") + raw([], "u1") * 2, 1, "0 elements change"),
+    (b"\1" + raw([0] * 127, "u1") + raw([], "u1") * 2, 1, "tokens: 127 raw bytes, expected 128"),
+    (b"\1" + squeezed(bytes(1 << 28)) + raw([], "u1") * 2, 1, "zstd frame of 268435456 bytes"),
+    (b"\1", 1, "tokens: 0 bytes left"),
+    (b"\2", 1, "unknown form 2"),
+    (b"", 1, "the payload is empty"),
+]
+
+
+@pytest.mark.parametrize(("payload", "num_changed", "message"), FORGED_DENSE)
+def test_forged_dense_payloads_are_refused(payload: bytes, num_changed: int, message: str) -> None:
+    text = refused([forged(payload, "dense", num_changed)])
+    assert message in text
+    if "leads to" not in message:
+        assert "patch part 0, bucket 0 (BF16 tensor 0 [0:512])" in text
+
+
+def test_tokens_after_the_last_element_are_refused() -> None:
+    for beyond in (1, 2, 3):
+        lied = b"\1" + raw([1 << 2 * beyond], "u1") + raw([], "u1") * 2
+        weights = random_weights(schema_of(a=("BF16", (beyond,))), 1)
+        (part,) = PatchEncoder(weights, changed(weights, 1.0, 2), encoding="dense").parts()
+        header = read_header(part)
+        entry = replace(
+            header.buckets[0], num_bytes=len(lied), checksum=payload_checksum(lied), num_changed=1
+        )
+        forgery = write_part(replace(header, buckets=(entry,)), [lied])
+        assert "after the last element" in refused([forgery], weights, DigestState.of(weights))
 
 
 def test_a_frame_that_understates_its_size_is_refused() -> None:
-    honest = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(5000)))
-    assert int.from_bytes(honest[5:7], "little") + 256 == 5000
-    honest[5:7] = (1024 - 256).to_bytes(2, "little")
-    refused([forged(bytes(honest), "dense", 1)])
+    honest = bytearray(squeezed(bytes(5000)))
+    assert int.from_bytes(honest[10:12], "little") + 256 == 5000
+    honest[10:12] = (512 - 256).to_bytes(2, "little")
+    refused([forged(b"\0" + bytes(honest) * 2, "dense", 1)])
 
 
 @given(st.sampled_from(["gaps", "dense"]), st.data())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stitch.codec import kernels, plan_buckets, reference
+from stitch.codec import plan_buckets, reference
 from stitch.codec.changes import find_changes
 from stitch.codec.encodings.gaps import Gaps
 from stitch.codec.ulp import from_ordered, steps_between, take_steps, to_ordered
@@ -91,23 +91,6 @@ def test_gap_streams_equal_the_reference(dtype: str) -> None:
         found, rest = reference.read_stream(rest, len(steps), f"<i{max(2, width)}")
         assert found.tolist() == steps
         assert rest == b""
-
-
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "BF16", "U16", "F32", "I32", "F64", "I64"])
-def test_dense_planes_equal_the_reference(dtype: str) -> None:
-    width = {"8": 1, "3": 1, "6": 2, "2": 4, "4": 8}[dtype[-1]]
-    rng = np.random.default_rng(5)
-    for n in (1, 257, 4097):
-        old, new = (np.frombuffer(rng.bytes(n * width), WORDS[width]).copy() for _ in range(2))
-        new[::2] = old[::2]
-        planes = np.zeros((width, n + 5), np.uint8)
-        kernels.split_steps(old, new, dtype, 3, planes)
-        content = planes[:, 3 : 3 + n].tobytes()
-        assert content == reference.planes(old, new, dtype)
-        assert np.array_equal(reference.take_planes(old, content, dtype), new)
-        out = np.empty_like(old)
-        assert kernels.join_steps(old, planes, dtype, 3, out) == np.count_nonzero(old != new)
-        assert np.array_equal(out, new)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), max_size=40))

@@ -82,17 +82,41 @@ def take_gaps(old: Words, gaps: Sequence[int], step: Sequence[int], dtype: str) 
     return new
 
 
-def planes(old: Words, new: Words, dtype: str) -> bytes:
-    """The uncompressed content of `dense` for one bucket."""
+def tokens_and_planes(old: Words, new: Words, dtype: str) -> tuple[bytes, list[bytes]]:
+    """The content of `dense` in form 1: the tokens, and the planes of what they cannot hold."""
     numbers = zigzag(steps(old, new, dtype))
-    return bytes((n >> (8 * plane)) & 0xFF for plane in range(old.itemsize) for n in numbers)
+    tokens = [min(n, 3) for n in numbers] + [0] * (-old.size % 4)
+    fours = zip(*(tokens[at::4] for at in range(4)), strict=True)
+    packed = bytes(a | b << 2 | c << 4 | d << 6 for a, b, c, d in fours)
+    return packed, planes([n - 3 for n in numbers if n >= 3], old.itemsize)
 
 
-def take_planes(old: Words, data: bytes, dtype: str) -> Words:
+def planes(numbers: Sequence[int], width: int) -> list[bytes]:
+    """Byte planes of numbers of `width` bytes, lowest first."""
+    return [bytes((n >> (8 * plane)) & 0xFF for n in numbers) for plane in range(width)]
+
+
+def take_dense(old: Words, payload: bytes, dtype: str) -> Words:
     """The new words (n,) of a bucket."""
-    n = old.size
-    numbers = [sum(data[p * n + i] << (8 * p) for p in range(old.itemsize)) for i in range(n)]
-    return take_steps(old, unzigzag(np.array(numbers, dtype=object)), dtype)
+    n, width = old.size, old.itemsize
+    form, rest = payload[0], payload[1:]
+    assert form in (0, 1)
+    if form == 1:
+        packed, rest = read_stream(rest, -(-n // 4), "<u1")
+        tokens = [int(four) >> shift & 3 for four in packed for shift in (0, 2, 4, 6)]
+        assert not any(tokens[n:])
+    else:
+        tokens = [3] * n
+    num_wide, least = sum(token == 3 for token in tokens), 3 * form
+    wide = [least] * num_wide
+    for plane in range(width):
+        numbers, rest = read_stream(rest, num_wide, "<u1")
+        wide = [w + (int(b) << 8 * plane) for w, b in zip(wide, numbers, strict=True)]
+    assert rest == b""
+    assert all(w < 1 << 8 * width for w in wide)
+    following = iter(wide)
+    zigzags = [next(following) if token == 3 else token for token in tokens[:n]]
+    return take_steps(old, unzigzag(np.array(zigzags, dtype=object)), dtype)
 
 
 def lanes(data: bytes) -> tuple[int, int]:
@@ -162,7 +186,7 @@ def apply_part(data: bytes, schema: Schema, tensors: Mapping[int, Words]) -> Non
             new = take_gaps(old, gaps.tolist(), step.tolist(), dtype)
         else:
             assert encoding == "dense"
-            new = take_planes(old, zstandard.ZstdDecompressor().decompress(payload), dtype)
+            new = take_dense(old, payload, dtype)
         assert int(np.count_nonzero(old != new)) == num_changed
         at = 0
         for t, start, stop in slices:

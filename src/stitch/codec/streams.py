@@ -46,6 +46,14 @@ def write_numbers(numbers: Numbers) -> bytes:
     return _HEAD.pack(tag, len(body)) + body
 
 
+def write_bytes(values: npt.NDArray[np.uint8]) -> bytes:
+    """One stream holding contiguous bytes (n,): through zstd's cheapest level, or raw."""
+    packed = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(values.data)
+    if len(packed) < values.size:
+        return _HEAD.pack(ZSTD, len(packed)) + packed
+    return _HEAD.pack(RAW, values.size) + values.tobytes()
+
+
 def read_numbers(
     data: memoryview, count: int, dtype: np.dtype[Any], what: str
 ) -> tuple[Numbers, memoryview]:
