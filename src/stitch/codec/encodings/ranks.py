@@ -9,14 +9,15 @@ import numpy as np
 from stitch.codec.changes import BucketChanges
 from stitch.codec.encodings.port import DecodedChanges, OldWords
 from stitch.codec.ranks import kernels
-from stitch.codec.ranks.classes import by_exponent
+from stitch.codec.ranks.classes import class_words
 from stitch.codec.ranks.kernels import Flips, Values
+from stitch.codec.ranks.scales import read_scales, scales_of, write_scales
 from stitch.codec.ranks.table import read_table, write_table
 from stitch.codec.ulp import is_ordered_by_sign
 from stitch.codec.words import SIGNED_DTYPES, Words
 from stitch.errors import CorruptPatchError
 
-BY_EXPONENT = 0
+BY_EXPONENT, BY_SCALE = 0, 1
 """How the classes are found."""
 _HEAD = struct.Struct("<BB")
 _LENGTH = struct.Struct("<I")
@@ -28,11 +29,15 @@ class Ranks:
     def encode(self, changes: BucketChanges) -> bytes:
         bucket = changes.bucket
         values, flips = values_between(changes.old, changes.new, bucket.dtype)
-        slices = by_exponent(bucket.dtype, changes.old_slices)
+        weights = changes.old_weights
+        scales = [scales_of(piece.tensor, weights.schema) for piece in bucket.slices]
+        by_scale = any(scales)
+        slices = class_words(bucket, changes.old_slices, scales, weights)
         coded = kernels.encode(slices, changes.positions, values, flips)
         return b"".join(
             [
-                _HEAD.pack(BY_EXPONENT, len(coded.table) - 1),
+                _HEAD.pack(BY_SCALE if by_scale else BY_EXPONENT, len(coded.table) - 1),
+                write_scales(scales) if by_scale else b"",
                 write_table(coded.table),
                 _LENGTH.pack(len(coded.bits)),
                 coded.bits,
@@ -47,10 +52,13 @@ class Ranks:
         if len(payload) < _HEAD.size:
             raise CorruptPatchError(f"{what}: {len(payload)} bytes are too few")
         kind, last_class = _HEAD.unpack_from(payload)
-        if kind != BY_EXPONENT:
+        rest, scales = payload[_HEAD.size :], None
+        if kind == BY_SCALE:
+            scales, rest = read_scales(rest, bucket, old.weights.schema, what)
+        elif kind != BY_EXPONENT:
             raise CorruptPatchError(f"{what}: unknown kind of classes {kind}")
         table, rest = read_table(
-            payload[_HEAD.size :],
+            rest,
             last_class + 1,
             num_changed=num_changed,
             num_elements=bucket.num_elements,
@@ -65,7 +73,7 @@ class Ranks:
         gaps, values, flips = kernels.decode(
             table, rest[:num_bytes], rest[num_bytes:], bucket.num_elements, what
         )
-        slices = by_exponent(bucket.dtype, old.whole())
+        slices = class_words(bucket, old.whole(), scales, old.weights)
         positions, order = kernels.place(slices, table, gaps, what)
         before = old.at(positions)
         after = take_values(before, values[order], flips[order], bucket.dtype, what)

@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from stitch.codec.compiling import NUMPY_UINT, UINT, compiled, input_array, output_array
+from stitch.codec.ranks.classes import F64_LOWEST
 from stitch.codec.ranks.table import MAX_CLASSES
 
 _TILE = 1 << 14
@@ -21,9 +22,6 @@ _TILE = 1 << 14
 _ONE = np.uint32(1)
 _NEVER = np.uint32(0xFFFFFFFF)
 """More elements of a class than a bucket can hold."""
-
-F64_LOWEST = 896
-"""Exponent fields of F64 up to this one, and those from 255 above it on, share a class each."""
 
 
 def _classify(word_bytes: int) -> Any:
@@ -168,4 +166,44 @@ def place_words(word_bytes: int) -> Callable[..., Any]:
         types.int64,
         output_array(types.int64),
         output_array(types.int64),
+    )
+
+
+@cache
+def spread_blocks() -> Callable[..., Any]:
+    """(blocks, (per row, row words, rows, words), (row, column, skipped), classes).
+
+    Fills `classes` (n,), from a column of a row on, with the value of each element's block of
+    `rows` by `words` in rows of `row words`. `blocks` hold whole rows of `per row` values, from the
+    one with that row on; only if all is one row may the `skipped` first values be missing.
+    """
+
+    def loop(blocks, shape, place, classes):  # type: ignore[no-untyped-def]
+        per_row, row_words, rows, words = shape
+        row, column, skipped = place
+        base = -skipped
+        at = 0
+        while at < classes.size:
+            stop = min(classes.size, at + row_words - column)
+            block = base + column // words
+            left = words - column % words
+            while at < stop:
+                run = min(left, stop - at)
+                classes[at : at + run] = blocks[block]
+                at += run
+                block += 1
+                left = words
+            column = 0
+            row += 1
+            if row == rows:
+                row = 0
+                base += per_row
+
+    return compiled(
+        loop,
+        types.void,
+        input_array(types.uint8),
+        types.UniTuple(types.int64, 4),
+        types.UniTuple(types.int64, 3),
+        output_array(types.uint8),
     )
