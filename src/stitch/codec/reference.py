@@ -161,8 +161,17 @@ def read_stream(data: bytes, count: int, code: str) -> tuple[npt.NDArray[Any], b
     return numbers, rest
 
 
-def apply_part(data: bytes, schema: Schema, tensors: Mapping[int, Words]) -> None:
-    """Apply one patch part to `tensors` (schema index -> all its words) in place."""
+def apply_part(
+    data: bytes,
+    schema: Schema,
+    tensors: Mapping[int, Words],
+    before: Mapping[int, Words] | None = None,
+) -> None:
+    """Apply one patch part to `tensors` (schema index -> all its words) in place.
+
+    `before`: all tensors before the first part; a copy is taken here if this is the first one.
+    """
+    before = {index: words.copy() for index, words in tensors.items()} if before is None else before
     magic, version, packed, text = struct.unpack_from("<8sIII", data)
     assert magic == b"\x89STITCH\n"
     assert version == 1
@@ -184,6 +193,10 @@ def apply_part(data: bytes, schema: Schema, tensors: Mapping[int, Words]) -> Non
             step, rest = read_stream(rest, num_changed, f"<i{width}")
             assert rest == b""
             new = take_gaps(old, gaps.tolist(), step.tolist(), dtype)
+        elif encoding == "ranks":
+            from stitch.codec.reference_ranks import take_ranks
+
+            new = take_ranks(payload, schema, dtype, slices, before, num_changed)
         else:
             assert encoding == "dense"
             new = take_dense(old, payload, dtype)
