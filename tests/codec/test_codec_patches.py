@@ -233,7 +233,7 @@ def test_results_are_asked_for_only_after_the_parts() -> None:
 def test_wrong_arguments_are_named() -> None:
     a = random_weights(schema_of(a=("BF16", (8,))), 1)
     b = random_weights(schema_of(a=("F16", (8,))), 1)
-    with pytest.raises(UsageError, match="'zip' is not one of auto, gaps, dense"):
+    with pytest.raises(UsageError, match="'zip' is not one of auto, gaps, ranks, dense"):
         PatchEncoder(a, a, encoding="zip")
     with pytest.raises(SchemaMismatchError, match=r"only in old \['a BF16\[8\]'\]"):
         PatchEncoder(a, b)

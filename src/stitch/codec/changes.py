@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,15 @@ from stitch.types import Schema
 
 if TYPE_CHECKING:
     from stitch.tensors.reader import WeightReader
+
+Listed = tuple[Positions, Words, Words]
+"""Ascending positions (k,), and the old and new words (k,) there."""
+
+_FIRST_ROOM = 64
+"""There is room at first for one changed element in this many."""
+_LISTED = 8
+"""Where more than one element in this many changed, changes are listed only when asked for."""
+_BLOCK_ELEMENTS = 1 << 18
 
 
 def read_slice(reader: WeightReader, schema: Schema, piece: Slice) -> Words:
@@ -33,92 +42,137 @@ def _read_slices(reader: WeightReader, bucket: Bucket) -> tuple[Words, ...]:
     return tuple(read_slice(reader, reader.schema, piece) for piece in bucket.slices)
 
 
-_CHUNK_BYTES = 1 << 20
-"""Compared, gathered and digested at a time, so that only the comparison waits for memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class BucketChanges:
     """The changes of one bucket: positions in the bucket, and the words there.
 
-    positions: (k,) ascending; old, new: (k,).
+    positions: (k,) ascending; old, new: (k,). Where very much changed they are listed when they are
+    first asked for; :meth:`blocks` spares their memory.
     gains: for each slice, what its tensor's digest lanes gain by the changes.
     old_weights, new_weights: where all words can be read.
     """
 
-    bucket: Bucket
-    positions: Positions
-    old: Words
-    new: Words
-    gains: tuple[Lanes, ...]
-    old_weights: WeightReader
-    new_weights: WeightReader
-    held_old: tuple[Words, ...] | None = None
-    held_new: tuple[Words, ...] | None = None
+    def __init__(
+        self,
+        *,
+        bucket: Bucket,
+        positions: Positions | None = None,
+        old: Words | None = None,
+        new: Words | None = None,
+        num_changed: int | None = None,
+        gains: tuple[Lanes, ...],
+        old_weights: WeightReader,
+        new_weights: WeightReader,
+        held_old: tuple[Words, ...] | None = None,
+        held_new: tuple[Words, ...] | None = None,
+    ) -> None:
+        """Give positions, old and new, or else their number."""
+        self.bucket, self.gains = bucket, gains
+        self.old_weights, self.new_weights = old_weights, new_weights
+        self._held_old, self._held_new = held_old, held_new
+        self._listed: Listed | None = None
+        if positions is not None and old is not None and new is not None:
+            self._listed = positions, old, new
+            num_changed = int(positions.size)
+        assert num_changed is not None
+        self.num_changed = num_changed
+
+    @property
+    def positions(self) -> Positions:
+        return self._all()[0]
+
+    @property
+    def old(self) -> Words:
+        return self._all()[1]
+
+    @property
+    def new(self) -> Words:
+        return self._all()[2]
 
     @property
     def old_slices(self) -> tuple[Words, ...]:
         """All old words, slice by slice; read again unless they are held."""
-        if self.held_old is not None:
-            return self.held_old
+        if self._held_old is not None:
+            return self._held_old
         return _read_slices(self.old_weights, self.bucket)
 
     @property
     def new_slices(self) -> tuple[Words, ...]:
         """All new words, slice by slice; read again unless they are held."""
-        if self.held_new is not None:
-            return self.held_new
+        if self._held_new is not None:
+            return self._held_new
         return _read_slices(self.new_weights, self.bucket)
-
-    @property
-    def num_changed(self) -> int:
-        return int(self.positions.size)
 
     @property
     def density(self) -> float:
         return self.num_changed / self.bucket.num_elements
 
+    def blocks(self) -> Iterator[Listed]:
+        """(positions, old, new) of all changes, some at a time; use each before the next."""
+        if self._listed is not None:
+            yield self._listed
+            return
+        room = kernels.Room.of(self.bucket.word_bytes, _BLOCK_ELEMENTS)
+        for _ in self._scan(room):
+            yield room.listed()
+            room.count = 0
+        yield room.listed()
+
+    def _all(self) -> Listed:
+        if self._listed is None:
+            room = kernels.Room.of(self.bucket.word_bytes, self.num_changed)
+            for _ in self._scan(room):
+                raise CorruptCheckpointError(f"bucket {self.bucket}: the weights changed meanwhile")
+            self._listed = room.listed()
+        return self._listed
+
+    def _scan(self, room: kernels.Room) -> Iterator[None]:
+        gains = [np.zeros(2, np.uint64) for _ in self.gains]
+        return _scan(self.bucket, self.old_slices, self.new_slices, room, gains)
+
 
 def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> BucketChanges:
     """Compare the bits of one bucket, and digest what changed."""
-    dtype = WORD_DTYPES[bucket.word_bytes]
-    chunk = _CHUNK_BYTES // bucket.word_bytes
-    found: list[Positions] = [np.empty(0, np.int64)]
-    olds: list[Words] = [np.empty(0, dtype)]
-    news: list[Words] = [np.empty(0, dtype)]
-    old_slices, new_slices, gains = [], [], []
-    scratch = np.empty(chunk + 1, np.uint32)
-    offset = 0
-    for piece in bucket.slices:
-        old_words = read_slice(old, old.schema, piece)
-        new_words = read_slice(new, old.schema, piece)
-        gain = np.zeros(2, np.uint64)
-        for at in range(0, piece.num_elements, chunk):
-            old_chunk, new_chunk = old_words[at : at + chunk], new_words[at : at + chunk]
-            positions = kernels.find_changed(old_chunk, new_chunk, scratch)
-            if not positions.size:
-                continue
-            changed = new_chunk[positions]
-            first = (piece.start + at) * bucket.word_bytes // 8
-            gain += kernels.sum_change(old_chunk, first, positions, changed)
-            found.append(positions + (offset + at))
-            olds.append(old_chunk[positions])
-            news.append(changed)
-        old_slices.append(old_words)
-        new_slices.append(new_words)
-        gains.append(gain)
-        offset += piece.num_elements
+    old_slices, new_slices = _read_slices(old, bucket), _read_slices(new, bucket)
+    gains = tuple(np.zeros(2, np.uint64) for _ in bucket.slices)
+    room = kernels.Room.of(bucket.word_bytes, bucket.num_elements // _FIRST_ROOM)
+    most = bucket.num_elements // _LISTED
+    unlisted = 0
+    for _ in _scan(bucket, old_slices, new_slices, room, gains):
+        if unlisted or room.count > most:
+            unlisted += room.count
+            room.count = 0
+        else:
+            room.grow()
+    found: tuple[Positions | None, Words | None, Words | None] = None, None, None
+    if not unlisted:
+        found = room.listed()
     return BucketChanges(
         bucket=bucket,
-        positions=np.concatenate(found),
-        old=np.concatenate(olds),
-        new=np.concatenate(news),
-        gains=tuple(gains),
+        positions=found[0],
+        old=found[1],
+        new=found[2],
+        num_changed=unlisted + room.count,
+        gains=gains,
         old_weights=old,
         new_weights=new,
-        held_old=tuple(old_slices),
-        held_new=tuple(new_slices),
+        held_old=old_slices,
+        held_new=new_slices,
     )
+
+
+def _scan(
+    bucket: Bucket,
+    old_slices: Sequence[Words],
+    new_slices: Sequence[Words],
+    room: kernels.Room,
+    gains: Sequence[Lanes],
+) -> Iterator[None]:
+    """As `kernels.scan`, for the slices of a bucket."""
+    offset = 0
+    for piece, old, new, gain in zip(bucket.slices, old_slices, new_slices, gains, strict=True):
+        first = piece.start * bucket.word_bytes // 8
+        yield from kernels.scan(old, new, room, gain, first=first, base=offset)
+        offset += piece.num_elements
 
 
 def bounds_by_slice(bucket: Bucket, positions: Positions) -> list[tuple[int, int, int]]:

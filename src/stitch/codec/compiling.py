@@ -20,6 +20,9 @@ UINT = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 """Bytes of a word -> numba type."""
 NUMPY_UINT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes of a word -> numpy scalar type."""
+SIGNED = {1: types.int8, 2: types.int16, 4: types.int32, 8: types.int64}
+NUMPY_INT: Mapping[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""The same, signed."""
 
 
 def input_array(element: Any, ndim: int = 1) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stitch.codec.buckets import check_bucket, check_disjoint
+from stitch.codec.buckets import Bucket, check_bucket, check_disjoint
 from stitch.codec.changes import bounds_by_slice
 from stitch.codec.compose import compact
 from stitch.codec.digest import DigestState, update_gain
@@ -57,10 +57,7 @@ def decode_parts(
     updates: list[TensorUpdate] = []
     gains = np.zeros_like(before.lanes)
 
-    def work(job: _Job) -> list[tuple[TensorUpdate, Lanes]]:
-        return [(update, update_gain(update, weights)) for update in _decode(job, weights)]
-
-    for results in ordered(work, jobs, threads):
+    for results in ordered(lambda job: _decode(job, weights), jobs, threads):
         for update, gain in results:
             updates.append(update)
             gains[update.tensor] += gain
@@ -109,7 +106,8 @@ def _jobs(view: memoryview, header: PatchHeader) -> Iterator[_Job]:
         yield _Job(entry=entry, encoding=encoding, payload=payload, what=what)
 
 
-def _decode(job: _Job, weights: WeightReader) -> list[TensorUpdate]:
+def _decode(job: _Job, weights: WeightReader) -> list[tuple[TensorUpdate, Lanes]]:
+    """The updates of one bucket, and what the lanes of their tensors gain."""
     entry = job.entry
     found = payload_checksum(job.payload)
     if found != entry.checksum:
@@ -120,36 +118,51 @@ def _decode(job: _Job, weights: WeightReader) -> list[TensorUpdate]:
     decoded = job.encoding.decode(
         job.payload, num_changed=entry.num_changed, old=old, what=job.what
     )
-    return list(_tensor_updates(entry, decoded))
+    updates = _whole_slices if decoded.positions is None else _listed
+    return [
+        (update, update_gain(update, weights) if gain is None else gain)
+        for update, gain in updates(entry.bucket, decoded)
+    ]
 
 
-def _tensor_updates(entry: Entry, decoded: DecodedChanges) -> Iterator[TensorUpdate]:
-    """The bucket's changes, slice by slice; slices without changes are left out."""
-    bucket = entry.bucket
-    if decoded.positions is None:
-        offset = 0
-        for piece in bucket.slices:
-            end = offset + piece.num_elements
-            whole = TensorUpdate(
-                tensor=piece.tensor,
-                positions=None,
-                start=piece.start,
-                new=decoded.new[offset:end],
-                old=decoded.old[offset:end],
-            )
-            kept = compact(whole)
-            if kept is not None:
-                yield kept
-            offset = end
-        return
+def _whole_slices(
+    bucket: Bucket, decoded: DecodedChanges
+) -> Iterator[tuple[TensorUpdate, Lanes | None]]:
+    """Slice by slice; slices without changes are left out."""
+    offset = 0
+    for piece in bucket.slices:
+        end = offset + piece.num_elements
+        whole = TensorUpdate(
+            tensor=piece.tensor,
+            positions=None,
+            start=piece.start,
+            new=decoded.new[offset:end],
+            old=decoded.old[offset:end],
+        )
+        kept = compact(whole)
+        if kept is not None:
+            yield kept, None
+        offset = end
+
+
+def _listed(bucket: Bucket, decoded: DecodedChanges) -> Iterator[tuple[TensorUpdate, Lanes | None]]:
+    """Slice by slice; slices without changes are left out. Positions are moved in place."""
+    assert decoded.positions is not None
+    gains = decoded.gains or (None,) * len(bucket.slices)
     rows = bounds_by_slice(bucket, decoded.positions)
-    for piece, (lo, hi, offset) in zip(bucket.slices, rows, strict=True):
+    for piece, gain, (lo, hi, offset) in zip(bucket.slices, gains, rows, strict=True):
         if hi > lo:
-            yield TensorUpdate(
-                tensor=piece.tensor,
-                positions=decoded.positions[lo:hi] - (offset - piece.start),
-                new=decoded.new[lo:hi],
-                old=decoded.old[lo:hi],
+            positions = decoded.positions[lo:hi]
+            if offset != piece.start:
+                positions += piece.start - offset
+            yield (
+                TensorUpdate(
+                    tensor=piece.tensor,
+                    positions=positions,
+                    new=decoded.new[lo:hi],
+                    old=decoded.old[lo:hi],
+                ),
+                gain,
             )
 
 

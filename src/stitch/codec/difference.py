@@ -54,6 +54,6 @@ def _updates_of(changes: BucketChanges) -> Iterator[TensorUpdate]:
         yield TensorUpdate(
             tensor=piece.tensor,
             positions=changes.positions[lo:hi] - (offset - piece.start),
-            new=changes.new[lo:hi],
-            old=changes.old[lo:hi],
+            new=changes.new[lo:hi].copy(),
+            old=changes.old[lo:hi].copy(),
         )

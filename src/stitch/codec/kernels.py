@@ -5,63 +5,136 @@ The numpy reference of every function is in :mod:`stitch.codec.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from stitch.codec.ulp import is_ordered_by_sign
-from stitch.codec.words import Lanes, Positions, Words, split64
+from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words, split64
 from stitch.types import Schema
 
-Planes = npt.NDArray[np.uint8]
-"""(word_bytes, num_elements): plane b holds byte b of every zigzag step, lowest byte first."""
+Numbers = npt.NDArray[np.integer[Any]]
+"""Of the dtype of their stream: gaps are u32, steps signed and of at least 16 bits."""
 
-_BLOCK_BYTES = 64
-"""`find_changed` skips equal blocks of this size."""
+ROW_WORDS = 8
+"""64-bit words of a row; a scan skips equal rows at once."""
+BLOCK_ROWS = 512
+"""Rows that a scan searches before it lists what it found there: they stay in the cache."""
 
 
 def warm(schema: Schema | None = None) -> None:
     """Compile the loops, or load them from numba's cache, so that later calls do not wait.
 
-    With a schema, only those for its words. Compiling all takes some 10 s once per machine.
+    With a schema, only those for its words. Compiling all takes some 20 s once per machine.
     """
-    from stitch.codec import loops
+    from stitch.codec import dense_loops, gap_loops, loops
 
     loops.sum_words()
-    specs = [] if schema is None else schema.tensors
-    for word_bytes in (1, 2, 4, 8) if schema is None else {spec.word_bytes for spec in specs}:
-        loops.find_changed(word_bytes)
+    gap_loops.to_gaps()
+    gap_loops.to_positions()
+    kinds = {(width, ordered) for width in WORD_DTYPES for ordered in (False, True)}
+    if schema is not None:
+        kinds = {(spec.word_bytes, is_ordered_by_sign(spec.dtype)) for spec in schema.tensors}
+    for word_bytes, ordered in sorted(kinds):
+        loops.scan(word_bytes)
         loops.sum_change(word_bytes)
-        for ordered in (False, True):
-            loops.split_steps(word_bytes, ordered)
-            loops.join_steps(word_bytes, ordered)
+        loops.take_steps(word_bytes, ordered)
+        gap_loops.to_steps(word_bytes, ordered)
+        gap_loops.scatter(word_bytes)
+        dense_loops.warm(word_bytes, ordered)
 
 
-def find_changed(
-    old: Words, new: Words, scratch: npt.NDArray[np.uint32] | None = None
-) -> Positions:
-    """Ascending positions (k,) at which the bits of two word arrays (n,) differ.
+@dataclass(eq=False)
+class Room:
+    """Lists that `scan` adds to; the first `count` of each are in use.
 
-    `scratch` (n + 1,) saves an allocation on each of many calls.
+    positions: (n,) int64; old, new: (n,) words.
+    """
+
+    positions: Positions
+    old: Words
+    new: Words
+    count: int = 0
+
+    @classmethod
+    def of(cls, word_bytes: int, size: int) -> Room:
+        """Empty lists of `size`, or of the least size with which every scan gets further."""
+        size += BLOCK_ROWS * ROW_WORDS * (8 // word_bytes)
+        dtype = WORD_DTYPES[word_bytes]
+        return cls(np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype))
+
+    def grow(self) -> None:
+        """Four times as much room."""
+        for name in ("positions", "old", "new"):
+            before = getattr(self, name)
+            after = np.empty(4 * before.size, before.dtype)
+            after[: self.count] = before[: self.count]
+            setattr(self, name, after)
+
+    def listed(self) -> tuple[Positions, Words, Words]:
+        """Views of what is in use."""
+        used = slice(0, self.count)
+        return self.positions[used], self.old[used], self.new[used]
+
+
+def scan(
+    old: Words, new: Words, room: Room, lanes: Lanes, *, first: int = 0, base: int = 0
+) -> Iterator[None]:
+    """List in `room` where the bits of two word arrays (n,) differ, ascending, and what is there.
+
+    Stops (yields) while the room is used up; the caller makes some, by growing or emptying it.
+    `base` is added to positions. What the digest gains by the changes is added to `lanes` (2,);
+    `first` is the index of the arrays' first 64-bit word.
     """
     from stitch.codec import loops
 
     if old.size != new.size or old.dtype != new.dtype:
         raise ValueError(f"cannot compare {old.size} {old.dtype} with {new.size} {new.dtype} words")
-    if old.size >= 1 << 32:
-        raise ValueError("find_changed takes fewer than 2^32 words at a time")
-    find = loops.find_changed(old.itemsize)
-    per_block = _BLOCK_BYTES // old.itemsize
-    blocked = old.size - old.size % per_block
-    # One more than the worst case, because the loop writes before it knows whether to keep.
-    found = np.empty(blocked + 1, np.uint32) if scratch is None else scratch
-    assert found.size > blocked
-    count = find(_blocks(old[:blocked]), _blocks(new[:blocked]), found)
-    in_rest = np.flatnonzero(old[blocked:] != new[blocked:]) + blocked
-    return np.concatenate([found[:count].astype(np.int64), in_rest])
+    step = loops.scan(old.itemsize)
+    whole = old.size - old.size % (ROW_WORDS * (8 // old.itemsize))
+    for begin, old_rows, new_rows in (
+        (0, _rows(old[:whole]), _rows(new[:whole])),
+        (whole, _last_row(old[whole:]), _last_row(new[whole:])),
+    ):
+        row = 0
+        index = np.uint64(first + begin * old.itemsize // 8)
+        while row < old_rows.shape[0]:
+            row, room.count = step(
+                old_rows,
+                new_rows,
+                row,
+                index,
+                base + begin,
+                room.positions,
+                room.old,
+                room.new,
+                room.count,
+                lanes,
+            )
+            if row < old_rows.shape[0]:
+                yield
 
 
-def _blocks(words: Words) -> npt.NDArray[np.uint64]:
-    return words.view(np.uint64).reshape(-1, 8)
+def _rows(words: Words) -> npt.NDArray[np.uint64]:
+    return words.view(np.uint64).reshape(-1, ROW_WORDS)
+
+
+def _last_row(words: Words) -> npt.NDArray[np.uint64]:
+    """No or one row: words that fill less than one, padded with zeros."""
+    row = np.zeros(ROW_WORDS * (8 // words.itemsize) if words.size else 0, words.dtype)
+    row[: words.size] = words
+    return _rows(row)
+
+
+def find_changed(old: Words, new: Words) -> Positions:
+    """Ascending positions (k,) at which the bits of two word arrays (n,) differ."""
+    room = Room.of(old.itemsize, 0)
+    for _ in scan(old, new, room, np.zeros(2, np.uint64)):
+        room.grow()
+    return room.listed()[0]
 
 
 def sum_words(words: Words, first: int = 0) -> Lanes:
@@ -96,24 +169,67 @@ def sum_change(old: Words, first: int, positions: Positions, new: Words) -> Lane
     return lanes
 
 
-def split_steps(old: Words, new: Words, dtype: str, first: int, planes: Planes) -> None:
-    """Write the zigzag ULP steps from `old` to `new` (n,) to columns [first, first + n)."""
-    from stitch.codec import loops
+def take_steps(
+    old: Words,
+    dtype: str,
+    first: int,
+    positions: Positions,
+    shift: int,
+    steps: Numbers,
+    olds: Words,
+    news: Words,
+) -> tuple[Lanes, int]:
+    """Fetch old words, take steps (k,) from them: old and new words go to `olds` and `news` (k,).
 
-    assert old.size == new.size
-    assert first + old.size <= planes.shape[1]
-    split = loops.split_steps(old.itemsize, is_ordered_by_sign(dtype))
-    split(old, new, first, planes)
-
-
-def join_steps(old: Words, planes: Planes, dtype: str, first: int, out: Words) -> int:
-    """Write to `out` (n,) the words that lie the steps of columns [first, first + n) from `old`.
-
-    Returns how many of them moved.
+    `old` and `first` are as in `sum_change`; positions (k,), less `shift`, ascend inside `old`.
+    `steps` have the dtype of their stream. Returns what the lanes (2,) gain, and the number of
+    steps that are 0 or too wide for a word.
     """
     from stitch.codec import loops
 
-    assert old.size == out.size
-    assert first + old.size <= planes.shape[1]
-    join = loops.join_steps(old.itemsize, is_ordered_by_sign(dtype))
-    return int(join(old, planes, first, out))
+    lanes = np.zeros(2, np.uint64)
+    if not positions.size:
+        return lanes, 0
+    assert positions[0] >= shift
+    assert positions[-1] - shift < old.size
+    assert positions.size == steps.size == olds.size == news.size
+    whole, tail = split64(old)
+    take = loops.take_steps(old.itemsize, is_ordered_by_sign(dtype))
+    bad = take(whole, tail, np.uint64(first), positions, shift, steps, olds, news, lanes)
+    return lanes, int(bad)
+
+
+def to_gaps(positions: Positions, before: int, out: Numbers) -> None:
+    """Write the gaps (k,) in front of ascending `positions`; `before` precedes them, or is -1."""
+    from stitch.codec import gap_loops
+
+    assert positions.size == out.size
+    gap_loops.to_gaps()(positions, before, out)
+
+
+def to_positions(gaps: Numbers) -> Positions:
+    """The positions (k,) that k gaps lead to. At most 2^31 gaps."""
+    from stitch.codec import gap_loops
+
+    positions = np.empty(gaps.size, np.int64)
+    gap_loops.to_positions()(gaps, positions)
+    return positions
+
+
+def to_steps(old: Words, new: Words, dtype: str, out: Numbers) -> None:
+    """Write the steps from `old` to `new` (n,) as numbers of their stream, at least 16 bits."""
+    from stitch.codec import gap_loops
+
+    assert old.size == new.size == out.size
+    gap_loops.to_steps(old.itemsize, is_ordered_by_sign(dtype))(old, new, out)
+
+
+def scatter(positions: Positions, values: Words, target: Words) -> int:
+    """Put `values` (k,) at `positions` (k,) of `target`.
+
+    Returns how many it wrote: it stops before the first position outside the target.
+    """
+    from stitch.codec import gap_loops
+
+    assert positions.size == values.size
+    return int(gap_loops.scatter(target.itemsize)(positions, values, target))

@@ -1,6 +1,7 @@
-"""The compiled loops. Import it only through :mod:`stitch.codec.kernels`.
+"""The compiled loops that digest, and those that digest what they find or fetch.
 
-See :mod:`stitch.codec.compiling` for how they are compiled and for the habits they keep.
+Import it only through :mod:`stitch.codec.kernels`. See :mod:`stitch.codec.compiling` for how they
+are compiled and for the habits they keep.
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ from typing import Any
 
 import numpy as np
 from numba import types
+from numba.extending import intrinsic, register_jitable
 
-from stitch.codec.compiling import NUMPY_UINT, UINT, compiled, input_array, output_array
+from stitch.codec.compiling import (
+    NUMPY_INT,
+    NUMPY_UINT,
+    SIGNED,
+    UINT,
+    compiled,
+    input_array,
+    output_array,
+)
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
+from stitch.codec.kernels import BLOCK_ROWS, ROW_WORDS
 
 _GOLDEN, _M1, _M2, _M3 = (np.uint64(c) for c in (GOLDEN, MIX_1, MIX_2, MIX_3))
 _ZERO, _ONE, _S29, _S32 = (np.uint64(n) for n in (0, 1, 29, 32))
@@ -22,42 +33,28 @@ _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
 _GATHER = 256
-"""Old words that `sum_change` fetches before it mixes them, so that cache misses overlap."""
-
-_BLOCK = 1 << 12
-"""Elements per block of the dense loops; the block's steps stay in the first-level cache."""
+"""Old words that are fetched before any is used, so that cache misses overlap."""
 
 
-@cache
-def find_changed(word_bytes: int) -> Callable[..., Any]:
-    """(old, new, out) -> count; old and new are (m, 8) 64-bit words, out has room for every lane.
+@intrinsic
+def _trailing_zeros(typingctx, word):  # type: ignore[no-untyped-def]
+    """Zero bits below the lowest one bit of a 64-bit word, which must not be 0."""
 
-    Writes the ascending positions of unequal elements.
-    """
-    lanes = 1 << _LOG2_LANES[word_bytes]
-    mask = np.uint64((1 << (8 * word_bytes)) - 1)
-    shift = np.uint64(8 * word_bytes % 64)
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.cttz(arguments[0], context.get_constant(types.boolean, True))
 
-    def loop(old, new, out):  # type: ignore[no-untyped-def]
-        count = 0
-        for row in range(old.shape[0]):
-            seen = _ZERO
-            for j in range(8):
-                seen |= old[row, j] ^ new[row, j]
-            if seen != _ZERO:
-                for j in range(8):
-                    bits = old[row, j] ^ new[row, j]
-                    if bits != _ZERO:
-                        position = (row * 8 + j) * lanes
-                        # No branch per lane: write always, advance only if the lane differs.
-                        for lane in range(lanes):
-                            out[count] = position + lane
-                            count += bits & mask != _ZERO
-                            bits >>= shift
-        return count
+    return types.uint64(types.uint64), generate
 
-    rows = input_array(types.uint64, 2)
-    return compiled(loop, types.int64, rows, rows, output_array(types.uint32))
+
+@register_jitable
+def _mix(word, key):  # type: ignore[no-untyped-def]
+    """The two terms of a word; see docs/format.md, "Digest"."""
+    h = (word ^ key) * _M1
+    h ^= h >> _S32
+    h *= _M2
+    h ^= h >> _S29
+    g = h * _M3
+    return h, g ^ (g >> _S32)
 
 
 @cache
@@ -70,20 +67,95 @@ def sum_words() -> Callable[..., Any]:
         # Adding to the key, rather than multiplying anew, is worth a third of the speed.
         key = (first + _ONE) * _GOLDEN
         for i in range(words.size):
-            h = (words[i] ^ key) * _M1
+            h, g = _mix(words[i], key)
             key += _GOLDEN
-            h ^= h >> _S32
-            h *= _M2
-            h ^= h >> _S29
             a += h
-            g = h * _M3
-            g ^= g >> _S32
             b += g
         out[0] += a
         out[1] += b
 
     return compiled(
         loop, types.void, input_array(types.uint64), types.uint64, output_array(types.uint64)
+    )
+
+
+@cache
+def scan(word_bytes: int) -> Callable[..., Any]:
+    """(old, new, row, first, base, positions, olds, news, count, lanes) -> (row, count).
+
+    Lists the unequal elements of old and new, rows of 64-bit words (m, 8), from `row` on. Their
+    positions, from `base` at row 0, and their old and new words go to positions, olds and news
+    from index `count`. What the digest gains is added to lanes (2,); `first` is the index of the
+    first 64-bit word. Returns where it stopped: at m, or before rows whose changes may not fit.
+    """
+    word = NUMPY_UINT[word_bytes]
+    log2, per_word = _LOG2_LANES[word_bytes], 1 << _LOG2_LANES[word_bytes]
+    log2_bits = np.uint64(6 - log2)
+    mask = np.uint64((1 << (8 * word_bytes)) - 1)
+
+    def loop(old, new, row, first, base, positions, olds, news, count, lanes):  # type: ignore[no-untyped-def]
+        where = np.empty(BLOCK_ROWS * ROW_WORDS + 1, np.int64)
+        old_words = np.empty(BLOCK_ROWS * ROW_WORDS + 1, np.uint64)
+        new_words = np.empty(BLOCK_ROWS * ROW_WORDS + 1, np.uint64)
+        a = _ZERO
+        b = _ZERO
+        num_rows = old.shape[0]
+        stopped = num_rows
+        for start in range(row, num_rows, BLOCK_ROWS):
+            found = 0
+            for r in range(start, min(start + BLOCK_ROWS, num_rows)):
+                seen = _ZERO
+                for j in range(ROW_WORDS):
+                    seen |= old[r, j] ^ new[r, j]
+                if seen != _ZERO:
+                    for j in range(ROW_WORDS):
+                        if old[r, j] != new[r, j]:
+                            where[found] = r * ROW_WORDS + j
+                            old_words[found] = old[r, j]
+                            new_words[found] = new[r, j]
+                            found += 1
+            if count + found * per_word > positions.size:
+                stopped = start
+                break
+            for i in range(found):
+                x = old_words[i]
+                y = new_words[i]
+                at = base + (where[i] << log2)
+                bits = x ^ y
+                while bits != _ZERO:
+                    lane = _trailing_zeros(bits) >> log2_bits
+                    shift = lane << log2_bits
+                    positions[count] = at + np.int64(lane)
+                    olds[count] = word((x >> shift) & mask)
+                    news[count] = word((y >> shift) & mask)
+                    count += 1
+                    bits &= ~(mask << shift)
+                key = (first + np.uint64(where[i]) + _ONE) * _GOLDEN
+                h, g = _mix(y, key)
+                a += h
+                b += g
+                h, g = _mix(x, key)
+                a -= h
+                b -= g
+        lanes[0] += a
+        lanes[1] += b
+        return stopped, count
+
+    rows = input_array(types.uint64, 2)
+    words = output_array(UINT[word_bytes])
+    return compiled(
+        loop,
+        types.UniTuple(types.int64, 2),
+        rows,
+        rows,
+        types.int64,
+        types.uint64,
+        types.int64,
+        output_array(types.int64),
+        words,
+        words,
+        types.int64,
+        output_array(types.uint64),
     )
 
 
@@ -121,20 +193,12 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
                     new_word = (new_word & ~(mask << at)) | (np.uint64(new[k]) << at)
                     k += 1
                 key = (first + np.uint64(index) + _ONE) * _GOLDEN
-                h = (new_word ^ key) * _M1
-                h ^= h >> _S32
-                h *= _M2
-                h ^= h >> _S29
+                h, g = _mix(new_word, key)
                 a += h
-                g = h * _M3
-                b += g ^ (g >> _S32)
-                h = (old_word ^ key) * _M1
-                h ^= h >> _S32
-                h *= _M2
-                h ^= h >> _S29
+                b += g
+                h, g = _mix(old_word, key)
                 a -= h
-                g = h * _M3
-                b -= g ^ (g >> _S32)
+                b -= g
             start = stop
         out[0] += a
         out[1] += b
@@ -152,83 +216,81 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
 
 
 @cache
-def split_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
-    """(old, new, first, out): zigzag ULP steps as byte planes out (width, n), from column `first`.
+def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
+    """(whole, tail, first, positions, shift, steps, olds, news, out) -> number of bad steps.
 
-    `ordered`: the words are sign and magnitude.
+    Fetches the words at `positions` (k,) and takes `steps` (k,) from them: old and new words go to
+    olds and news, what the digest gains to out (2,). `whole`, `tail` and `first` are as in
+    `sum_change`; positions less `shift` count elements from there. A step is bad that is 0 or too
+    wide for a word. `ordered`: the words are sign and magnitude.
     """
-    word = NUMPY_UINT[word_bytes]
+    word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
     zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
     sign = word(1 << (8 * word_bytes - 1))
+    log2 = _LOG2_LANES[word_bytes]
+    lane = np.int64((1 << log2) - 1)
+    lane_bits = np.uint64(8 * word_bytes)
+    mask = np.uint64((1 << (8 * word_bytes)) - 1)
+    wider = NUMPY_INT[wide]
 
-    def loop(old, new, first, out):  # type: ignore[no-untyped-def]
-        zigzag = np.empty(_BLOCK, word)
-        for start in range(0, old.size, _BLOCK):
-            olds = old[start : start + _BLOCK]
-            news = new[start : start + _BLOCK]
-            n = olds.size
-            for i in range(n):
-                x = olds[i]
-                y = news[i]
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                    y = word(y ^ word(sign | word(zero - word(y >> top))))
-                step = word(y - x)
-                zigzag[i] = word(word(step << one) ^ word(zero - word(step >> top)))
-            for plane in range(word_bytes):
-                shift = word(8 * plane)
-                row = out[plane, first + start : first + start + n]
-                for i in range(n):
-                    row[i] = np.uint8(zigzag[i] >> shift)
+    def loop(whole, tail, first, positions, shift, steps, olds, news, out):  # type: ignore[no-untyped-def]
+        fetched = np.empty(_GATHER + 8, np.uint64)
+        a = _ZERO
+        b = _ZERO
+        bad = 0
+        start = 0
+        while start < positions.size:
+            stop = min(start + _GATHER, positions.size)
+            while (
+                stop < positions.size
+                and (positions[stop] - shift) >> log2 == (positions[stop - 1] - shift) >> log2
+            ):
+                stop += 1
+            for k in range(start, stop):
+                index = (positions[k] - shift) >> log2
+                fetched[k - start] = whole[index] if index < whole.size else tail[0]
+            k = start
+            while k < stop:
+                index = (positions[k] - shift) >> log2
+                old_word = fetched[k - start]
+                new_word = old_word
+                while k < stop and (positions[k] - shift) >> log2 == index:
+                    at = np.uint64((positions[k] - shift) & lane) * lane_bits
+                    step = signed(steps[k])
+                    bad += (step == 0) | (wider(step) != steps[k])
+                    x = word((old_word >> at) & mask)
+                    olds[k] = x
+                    if ordered:
+                        x = word(x ^ word(sign | word(zero - word(x >> top))))
+                    y = word(x + word(step))
+                    if ordered:
+                        y = word(y ^ word(sign | word(word(y >> top) - one)))
+                    news[k] = y
+                    new_word = (new_word & ~(mask << at)) | (np.uint64(y) << at)
+                    k += 1
+                key = (first + np.uint64(index) + _ONE) * _GOLDEN
+                h, g = _mix(new_word, key)
+                a += h
+                b += g
+                h, g = _mix(old_word, key)
+                a -= h
+                b -= g
+            start = stop
+        out[0] += a
+        out[1] += b
+        return bad
 
-    words = input_array(UINT[word_bytes])
-    return compiled(loop, types.void, words, words, types.int64, output_array(types.uint8, 2))
-
-
-@cache
-def join_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
-    """(old, planes, first, out) -> count: the inverse of `split_steps`; out (n,) gets the words.
-
-    `planes` (width, total) are read from column `first`. Returns how many words moved.
-    """
-    word = NUMPY_UINT[word_bytes]
-    zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
-    sign = word(1 << (8 * word_bytes - 1))
-
-    def loop(old, planes, first, out):  # type: ignore[no-untyped-def]
-        zigzag = np.empty(_BLOCK, word)
-        moved = 0
-        for start in range(0, old.size, _BLOCK):
-            olds = old[start : start + _BLOCK]
-            n = olds.size
-            news = out[start : start + n]
-            row = planes[0, first + start : first + start + n]
-            for i in range(n):
-                zigzag[i] = word(row[i])
-            for plane in range(1, word_bytes):
-                shift = word(8 * plane)
-                row = planes[plane, first + start : first + start + n]
-                for i in range(n):
-                    zigzag[i] = word(zigzag[i] | word(word(row[i]) << shift))
-            for i in range(n):
-                z = zigzag[i]
-                x = olds[i]
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                y = word(x + word(word(z >> one) ^ word(zero - word(z & one))))
-                if ordered:
-                    y = word(y ^ word(sign | word(word(y >> top) - one)))
-                news[i] = y
-            for i in range(n):
-                moved += zigzag[i] != zero
-        return moved
-
-    words = input_array(UINT[word_bytes])
+    words = output_array(UINT[word_bytes])
     return compiled(
         loop,
         types.int64,
-        words,
-        input_array(types.uint8, 2),
+        input_array(types.uint64),
+        input_array(types.uint64),
+        types.uint64,
+        input_array(types.int64),
         types.int64,
-        output_array(UINT[word_bytes]),
+        input_array(SIGNED[wide]),
+        words,
+        words,
+        output_array(types.uint64),
     )

@@ -6,19 +6,26 @@ writing the old words back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stitch.codec import kernels
+from stitch.codec.pool import ordered
 from stitch.codec.words import Positions, Words
 from stitch.errors import UsageError
 from stitch.types import Schema
 
 if TYPE_CHECKING:
     from stitch.tensors.host import HostWeights
+
+_FEW = 1024
+"""Changed words that numpy writes before a compiled loop is entered (or even loaded)."""
+_BATCH = 1 << 16
+"""Words that one thread writes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,19 +84,57 @@ class TensorUpdate:
             return np.arange(self.start, self.stop, dtype=np.int64)
         return self.positions
 
-    def write(self, target: Words, values: Words) -> None:
-        """Put `values` (k,) at this update's places of the whole tensor `target`."""
-        if not values.size:
-            return
-        if self.first < 0 or self.last >= target.size or target.dtype != values.dtype:
+    def check_target(self, target: Words) -> None:
+        """Raise UsageError unless the update fits the whole tensor `target`, and may be written."""
+        fits = not self.new.size or (self.first >= 0 and self.last < target.size)
+        if not fits or target.dtype != self.new.dtype or not target.flags.writeable:
             raise UsageError(
-                f"update of tensor {self.tensor} writes {values.dtype} words {self.first} to "
+                f"update of tensor {self.tensor} writes {self.new.dtype} words {self.first} to "
                 f"{self.last}; the tensor has {target.size} {target.dtype} words"
+                f"{'' if target.flags.writeable else ' and is read-only'}"
             )
+
+    def write(self, target: Words, values: Words, lo: int = 0, hi: int | None = None) -> None:
+        """Put `values[lo:hi]` of values (k,) at this update's places of the whole tensor `target`.
+
+        The target has been checked.
+        """
+        values = values[lo:hi]
         if self.positions is None:
-            target[self.start : self.stop] = values
-        else:
-            target[self.positions] = values
+            target[self.start + lo : self.start + lo + values.size] = values
+            return
+        positions = self.positions[lo:hi]
+        if positions.size < _FEW:
+            target[positions] = values
+            return
+        written = kernels.scatter(positions, values, target)
+        if written < positions.size:
+            raise UsageError(
+                f"update of tensor {self.tensor}: position {positions[written]} is not inside the "
+                f"tensor of {target.size} words"
+            )
+
+
+_Piece = tuple[int, int, int]
+"""Words [lo, hi) of an update, which comes first by its number."""
+
+
+def _batches(updates: Sequence[TensorUpdate]) -> Iterator[list[_Piece]]:
+    """All words of all updates, in lists that a thread writes at a time."""
+    batch: list[_Piece] = []
+    room = _BATCH
+    for number, update in enumerate(updates):
+        lo = 0
+        while lo < update.new.size:
+            hi = min(update.new.size, lo + room)
+            batch.append((number, lo, hi))
+            room -= hi - lo
+            lo = hi
+            if not room:
+                yield batch
+                batch, room = [], _BATCH
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +153,28 @@ class UpdateSet:
         """Memory held by positions and words."""
         return sum(update.num_bytes for update in self.updates)
 
-    def apply(self, weights: HostWeights) -> None:
-        """Write the new words in place."""
-        for update in self.updates:
-            update.write(weights.words_at(update.tensor), update.new)
+    def apply(self, weights: HostWeights, threads: int | None = None) -> None:
+        """Write the new words in place, after checking that all of them fit."""
+        self._write(weights, "new", threads)
 
-    def undo(self, weights: HostWeights) -> None:
-        """Write the old words in place."""
-        for update in self.updates:
-            update.write(weights.words_at(update.tensor), update.old)
+    def undo(self, weights: HostWeights, threads: int | None = None) -> None:
+        """Write the old words in place, after checking that all of them fit."""
+        self._write(weights, "old", threads)
+
+    def _write(self, weights: HostWeights, which: str, threads: int | None) -> None:
+        targets = [weights.words_at(update.tensor) for update in self.updates]
+        for update, target in zip(self.updates, targets, strict=True):
+            update.check_target(target)
+
+        def work(batch: list[_Piece]) -> None:
+            for number, lo, hi in batch:
+                update = self.updates[number]
+                values = update.new if which == "new" else update.old
+                update.write(targets[number], values, lo, hi)
+
+        batches = list(_batches(self.updates))
+        for _ in ordered(work, batches, 1 if len(batches) <= 1 else threads):
+            pass
 
     @staticmethod
     def compose(sets: Sequence[UpdateSet]) -> UpdateSet:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from stitch.codec import kernels
 from stitch.codec.changes import BucketChanges
 from stitch.codec.encodings.port import DecodedChanges, OldWords
 from stitch.codec.streams import read_numbers, write_numbers
-from stitch.codec.ulp import steps_between, take_steps
 from stitch.codec.words import SIGNED_DTYPES
 from stitch.errors import CorruptPatchError
 
@@ -25,32 +25,37 @@ class Gaps:
     """Decoding touches the changed elements only."""
 
     def encode(self, changes: BucketChanges) -> bytes:
-        gaps = np.diff(changes.positions, prepend=-1) - 1
-        steps = steps_between(changes.old, changes.new, changes.bucket.dtype)
-        wide = steps.astype(step_dtype(changes.bucket.word_bytes), copy=False)
-        return write_numbers(gaps.astype(GAP_DTYPE)) + write_numbers(wide)
+        bucket = changes.bucket
+        gaps = np.empty(changes.num_changed, GAP_DTYPE)
+        steps = np.empty(changes.num_changed, step_dtype(bucket.word_bytes))
+        done, before = 0, -1
+        for positions, old, new in changes.blocks():
+            if positions.size:
+                part = slice(done, done + positions.size)
+                kernels.to_gaps(positions, before, gaps[part])
+                kernels.to_steps(old, new, bucket.dtype, steps[part])
+                done, before = part.stop, int(positions[-1])
+        return write_numbers(gaps) + write_numbers(steps)
 
     def decode(
         self, payload: memoryview, *, num_changed: int, old: OldWords, what: str
     ) -> DecodedChanges:
         bucket = old.bucket
         gaps, rest = read_numbers(payload, num_changed, GAP_DTYPE, f"{what}: gaps")
-        wide, rest = read_numbers(
+        steps, rest = read_numbers(
             rest, num_changed, step_dtype(bucket.word_bytes), f"{what}: steps"
         )
         if len(rest):
             raise CorruptPatchError(f"{what}: {len(rest)} bytes after the steps")
         # At most 2^28 gaps below 2^32: the sum cannot overflow, and positions ascend anyway.
-        positions = np.cumsum(gaps, dtype=np.int64)
-        positions += np.arange(num_changed)
+        positions = kernels.to_positions(gaps)
         if positions[-1] >= bucket.num_elements:
             raise CorruptPatchError(
                 f"{what}: position {positions[-1]} is outside the bucket of {bucket.num_elements}"
             )
-        steps = wide.astype(SIGNED_DTYPES[bucket.word_bytes], copy=False)
-        if not steps.all() or (steps.itemsize < wide.itemsize and not np.array_equal(steps, wide)):
-            raise CorruptPatchError(f"{what}: a step is zero or too wide for its word")
-        before = old.at(positions)
-        return DecodedChanges(
-            positions=positions, old=before, new=take_steps(before, steps, bucket.dtype)
-        )
+        decoded, num_bad = old.take_steps(positions, steps)
+        if num_bad:
+            raise CorruptPatchError(
+                f"{what}: a step is zero or too wide for its word ({num_bad} of {num_changed} are)"
+            )
+        return decoded

@@ -7,12 +7,28 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from stitch.codec.buckets import Bucket
+from stitch.codec import kernels
+from stitch.codec.buckets import ALIGNMENT, Bucket
 from stitch.codec.changes import BucketChanges, bounds_by_slice, read_slice
-from stitch.codec.words import WORD_DTYPES, Positions, Words
+from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
 
 if TYPE_CHECKING:
     from stitch.tensors.reader import WeightReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedChanges:
+    """positions: (k,) ascending positions in the bucket, or None: every word of the bucket.
+
+    old, new: (k,) words, or (num_elements,) without positions.
+    gains: for each slice, what its tensor's digest lanes gain; None: not known yet.
+    The arrays belong to whoever gets them.
+    """
+
+    positions: Positions | None
+    old: Words
+    new: Words
+    gains: tuple[Lanes, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +56,44 @@ class OldWords:
                 parts.append(self.weights.read(name, begin, end)[local - begin])
         return np.concatenate(parts)
 
+    def take_steps(
+        self, positions: Positions, steps: kernels.Numbers
+    ) -> tuple[DecodedChanges, int]:
+        """The changes that take `steps` (k,) at ascending `positions` (k,) inside the bucket.
 
-@dataclass(frozen=True, kw_only=True)
-class DecodedChanges:
-    """positions: (k,) ascending positions in the bucket, or None: every word of the bucket.
-
-    old, new: (k,) words, or (num_elements,) without positions.
-    """
-
-    positions: Positions | None
-    old: Words
-    new: Words
+        `steps` are of at least 16 bits. Also returns how many are 0 or too wide for a word. Reads
+        only around the positions.
+        """
+        bucket, schema = self.bucket, self.weights.schema
+        width = bucket.word_bytes
+        olds = np.empty(positions.size, WORD_DTYPES[width])
+        news = np.empty_like(olds)
+        gains = []
+        num_bad = 0
+        rows = bounds_by_slice(bucket, positions)
+        for piece, (lo, hi, offset) in zip(bucket.slices, rows, strict=True):
+            if hi == lo:
+                gains.append(np.zeros(2, np.uint64))
+                continue
+            spec = schema.tensors[piece.tensor]
+            to_tensor = piece.start - offset
+            begin = (int(positions[lo]) + to_tensor) // ALIGNMENT * ALIGNMENT
+            end = min(spec.num_words, int(positions[hi - 1]) + to_tensor + ALIGNMENT)
+            end -= end % ALIGNMENT if end < spec.num_words else 0
+            gain, bad = kernels.take_steps(
+                self.weights.read(spec.name, begin, end),
+                bucket.dtype,
+                begin * width // 8,
+                positions[lo:hi],
+                begin - to_tensor,
+                steps[lo:hi],
+                olds[lo:hi],
+                news[lo:hi],
+            )
+            gains.append(gain)
+            num_bad += bad
+        decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=tuple(gains))
+        return decoded, num_bad
 
 
 class Encoding(Protocol):

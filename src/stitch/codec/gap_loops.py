@@ -1,0 +1,104 @@
+"""The compiled loops of `gaps`, and the one that writes changed words.
+
+Import it only through :mod:`stitch.codec.kernels`. See :mod:`stitch.codec.compiling` for how they
+are compiled and for the habits they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from stitch.codec.compiling import (
+    NUMPY_INT,
+    NUMPY_UINT,
+    SIGNED,
+    UINT,
+    compiled,
+    input_array,
+    output_array,
+)
+
+
+@cache
+def to_gaps() -> Callable[..., Any]:
+    """(positions, before, out): the gaps (k,) in front of ascending `positions` (k,).
+
+    `before` is the position before the first, or -1.
+    """
+
+    def loop(positions, before, out):  # type: ignore[no-untyped-def]
+        if positions.size:
+            out[0] = np.uint32(positions[0] - before - 1)
+        for k in range(1, positions.size):
+            out[k] = np.uint32(positions[k] - positions[k - 1] - 1)
+
+    return compiled(
+        loop, types.void, input_array(types.int64), types.int64, output_array(types.uint32)
+    )
+
+
+@cache
+def to_positions() -> Callable[..., Any]:
+    """(gaps, out): the positions (k,) that these gaps lead to, from -1. k gaps sum to < 2^63."""
+
+    def loop(gaps, out):  # type: ignore[no-untyped-def]
+        position = np.int64(-1)
+        for k in range(gaps.size):
+            position += np.int64(gaps[k]) + 1
+            out[k] = position
+
+    return compiled(loop, types.void, input_array(types.uint32), output_array(types.int64))
+
+
+@cache
+def to_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
+    """(old, new, out): the signed steps from old to new (k,), as the numbers of their stream.
+
+    `ordered`: the words are sign and magnitude.
+    """
+    word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
+    zero, top = word(0), word(8 * word_bytes - 1)
+    sign = word(1 << (8 * word_bytes - 1))
+    wider = NUMPY_INT[wide]
+
+    def loop(old, new, out):  # type: ignore[no-untyped-def]
+        for k in range(old.size):
+            x = old[k]
+            y = new[k]
+            if ordered:
+                x = word(x ^ word(sign | word(zero - word(x >> top))))
+                y = word(y ^ word(sign | word(zero - word(y >> top))))
+            out[k] = wider(signed(word(y - x)))
+
+    words = input_array(UINT[word_bytes])
+    return compiled(loop, types.void, words, words, output_array(SIGNED[wide]))
+
+
+@cache
+def scatter(word_bytes: int) -> Callable[..., Any]:
+    """(positions, values, target) -> written: put values (k,) at positions (k,) of target (n,).
+
+    Stops before the first position that is not inside the target.
+    """
+
+    def loop(positions, values, target):  # type: ignore[no-untyped-def]
+        size = np.uint64(target.size)
+        for k in range(positions.size):
+            if np.uint64(positions[k]) >= size:
+                return k
+            target[np.uint64(positions[k])] = values[k]
+        return positions.size
+
+    words = input_array(UINT[word_bytes])
+    return compiled(
+        loop,
+        types.int64,
+        input_array(types.int64),
+        words,
+        output_array(UINT[word_bytes]),
+    )
