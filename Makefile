@@ -44,6 +44,7 @@ format: setup
 benchmarks: setup
 	$(BIN)/python -m benchmarks.publish --json
 	$(BIN)/python -m benchmarks.proxy --json
+	$(BIN)/python -m benchmarks.codec --json
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
