@@ -156,7 +156,7 @@ def place(
     has_gaps = table[:, CODED] > 0
     first[has_gaps] = gaps[(gaps_end - table[:, CODED])[has_gaps]]
     inverted = table[:, INVERTED] == 1
-    cursors = np.zeros((MAX_CLASSES, 6), np.int64)
+    cursors = np.zeros((6, MAX_CLASSES), np.int64)
     rows = np.zeros((len(table), 6), np.int64)
     rows[:, loops.NEXT_GAP], rows[:, loops.GAPS_END] = gaps_end - table[:, CODED], gaps_end
     rows[:, loops.NEXT_VALUE], rows[:, loops.VALUES_END] = (
@@ -164,7 +164,7 @@ def place(
         values_end,
     )
     rows[:, loops.INVERTED], rows[:, loops.RUN] = inverted, first
-    cursors[table[:, ID]] = rows
+    cursors[:, table[:, ID]] = rows.T
     waits = np.full(MAX_CLASSES, _NEVER, np.uint32)
     waits[table[:, ID]] = np.where(inverted, 0, first)
     num_changed = int(values_end[-1])
@@ -177,7 +177,7 @@ def place(
         if found < 0:
             raise CorruptPatchError(f"{what}: a class has more words than changes")
         origin += part.words.size
-    rows = cursors[table[:, ID]]
+    rows = cursors[:, table[:, ID]].T
     all_placed = rows[:, loops.NEXT_VALUE] == rows[:, loops.VALUES_END]
     if not (all_placed & (rows[:, loops.NEXT_GAP] == rows[:, loops.GAPS_END])).all():
         raise CorruptPatchError(f"{what}: a class has too few words for its changes")

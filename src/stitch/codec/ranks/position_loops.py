@@ -106,7 +106,7 @@ def rank_words(word_bytes: int) -> Callable[..., Any]:
 
 
 NEXT_GAP, GAPS_END, NEXT_VALUE, VALUES_END, INVERTED, RUN = range(6)
-"""Columns of the cursors of `place_words`: where a class's next gap and value are, where they end,
+"""Rows of the cursors of `place_words`: where a class's next gap and value are, where they end,
 whether its gaps lead to unchanged elements, and how many changed ones come before the next."""
 
 
@@ -114,7 +114,7 @@ whether its gaps lead to unchanged elements, and how many changed ones come befo
 def place_words(word_bytes: int) -> Callable[..., Any]:
     """(words, shift, mask, origin, gaps, cursors, waits, found, positions, order) -> found or -1.
 
-    The inverse of `rank_words`. `cursors` (256, 6) as above and `waits` (256,): how many words of
+    The inverse of `rank_words`. `cursors` (6, 256) as above and `waits` (256,): how many words of
     the class come before the next event, are the state between calls. From entry `found` on,
     `positions` gets the changed elements and `order` the index of each one's value. -1: a class
     has more changed elements than values.
@@ -132,24 +132,25 @@ def place_words(word_bytes: int) -> Callable[..., Any]:
                 waits[cls] = np.uint32(wait - _ONE)
                 if wait != 0:
                     continue
-                cursor = cursors[cls]
-                if cursor[INVERTED]:
+                if cursors[INVERTED, cls] != 0:
                     waits[cls] = np.uint32(0)
-                    if cursor[RUN] == 0:
-                        cursor[NEXT_GAP] += 1
-                        more = cursor[NEXT_GAP] < cursor[GAPS_END]
-                        cursor[RUN] = gaps[cursor[NEXT_GAP]] if more else _NEVER
+                    if cursors[RUN, cls] == 0:
+                        gap = cursors[NEXT_GAP, cls] + 1
+                        cursors[NEXT_GAP, cls] = gap
+                        more = gap < cursors[GAPS_END, cls]
+                        cursors[RUN, cls] = gaps[gap] if more else _NEVER
                         continue
-                    cursor[RUN] -= 1
+                    cursors[RUN, cls] -= 1
                 else:
-                    cursor[NEXT_GAP] += 1
-                    more = cursor[NEXT_GAP] < cursor[GAPS_END]
-                    waits[cls] = gaps[cursor[NEXT_GAP]] if more else _NEVER
-                if cursor[NEXT_VALUE] == cursor[VALUES_END]:
+                    gap = cursors[NEXT_GAP, cls] + 1
+                    cursors[NEXT_GAP, cls] = gap
+                    waits[cls] = gaps[gap] if gap < cursors[GAPS_END, cls] else _NEVER
+                value = cursors[NEXT_VALUE, cls]
+                if value == cursors[VALUES_END, cls]:
                     return -1
+                cursors[NEXT_VALUE, cls] = value + 1
                 positions[found] = origin + start + i
-                order[found] = cursor[NEXT_VALUE]
-                cursor[NEXT_VALUE] += 1
+                order[found] = value
                 found += 1
         return found
 
