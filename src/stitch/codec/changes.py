@@ -131,7 +131,14 @@ class BucketChanges:
 
 
 def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> BucketChanges:
-    """Compare the bits of one bucket, and digest what changed."""
+    """Compare the bits of one bucket, and digest what changed.
+
+    Where both readers have their words on a device, that is done there.
+    """
+    if hasattr(old, "device_words") and hasattr(new, "device_words"):
+        from stitch.codec import torch_changes
+
+        return torch_changes.find_changes(bucket, old, new)
     old_slices, new_slices = _read_slices(old, bucket), _read_slices(new, bucket)
     gains = tuple(np.zeros(2, np.uint64) for _ in bucket.slices)
     room = kernels.Room.of(bucket.word_bytes, bucket.num_elements // _FIRST_ROOM)

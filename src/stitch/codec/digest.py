@@ -111,6 +111,10 @@ class DigestState:
     ) -> DigestState:
         """Digest everything that `reader` holds, near memory speed."""
         schema = reader.schema
+        if hasattr(reader, "device_words"):
+            from stitch.codec import torch_digest
+
+            return cls(schema, torch_digest.sum_reader(reader, progress))
         lanes = np.zeros((len(schema), 2), np.uint64)
 
         def work(batch: list[_Chunk]) -> list[tuple[int, int, Lanes]]:

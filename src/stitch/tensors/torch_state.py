@@ -1,6 +1,6 @@
 """A trainer's live tensors: bit-exact copies into host words, names and ties.
 
-The only module of this package that imports torch. It takes a torch module, a mapping or any
+Only this module and `device` import torch here. It takes a torch module, a mapping or any
 iterable of (name, tensor); tensors are torch tensors on any device or numpy arrays, and are never
 written to. Same dtype means the same bits; otherwise a float is rounded to the schema's dtype.
 """
@@ -41,7 +41,7 @@ ROUNDINGS: Mapping[str, frozenset[str]] = {
 }
 """Served dtype -> dtypes that are rounded to it. Widening is refused: precision is lost already."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Word bytes -> the integer dtype through which bits are copied untouched."""
 
 
@@ -115,7 +115,7 @@ def copy_words(spec: TensorSpec, tensor: Any, out: Words) -> None:
             source = source.to(target.dtype)
         target.view(source.shape).copy_(source)
         return
-    bits = _BITS[spec.word_bytes]
+    bits = BITS[spec.word_bytes]
     target = torch.from_numpy(out.view(f"i{spec.word_bytes}" if spec.word_bytes > 1 else "u1"))
     target.view(source.shape).copy_(source.view(bits))
 
@@ -130,7 +130,7 @@ def words_of(tensor: torch.Tensor) -> Words:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError("words in place need a tensor without a pending conjugation or negation")
-    bits = tensor.detach().view(_BITS[spec.word_bytes]).reshape(-1)
+    bits = tensor.detach().view(BITS[spec.word_bytes]).reshape(-1)
     words: Words = bits.numpy().view(word_dtype(spec))
     return words
 
