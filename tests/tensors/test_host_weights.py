@@ -85,3 +85,22 @@ def test_arrays_that_do_not_fit_the_schema_are_refused(words: list[np.ndarray]) 
     schema = Schema.of([TensorSpec.of("t", "F32", [3])])
     with pytest.raises(SchemaMismatchError):
         HostWeights(schema, words)
+
+
+def test_a_stamp_is_forgotten_when_others_may_write() -> None:
+    def stamped() -> HostWeights:
+        weights = filled()
+        weights.stamp = "mine"
+        return weights
+
+    weights = stamped()
+    weights.read("bf16", 0, 3)
+    assert weights.stamp == "mine"
+    for touch in (
+        lambda w: w.words("bf16"),
+        lambda w: w.words_at(0),
+        lambda w: w.fill(filled()),
+    ):
+        weights = stamped()
+        touch(weights)
+        assert weights.stamp is None

@@ -20,7 +20,7 @@ from stitch.publish.lineage import Lineage, as_board, check_view, resume_run, st
 from stitch.publish.pipeline import Pipeline
 from stitch.publish.queue import Job, Published, SnapshotQueue
 from stitch.publish.settings import PublisherSettings
-from stitch.publish.snapshot import Snapshot, WeightSource, check_step
+from stitch.publish.snapshot import Snapshot, WeightSource, check_step, shadow_for
 from stitch.publish.ticket import Ticket
 from stitch.tensors.reader import Progress
 from stitch.types import VersionRef
@@ -41,6 +41,8 @@ class Publisher:
     Memory: the view twice (the last published version and one snapshot) plus a few buckets. While
     publishing overlaps with publishing, "coalesce" needs the view once more, and twice more if the
     source is an iterator, which can fail midway and so may not overwrite a snapshot that waits.
+    With `snapshot="device"` also the view once in the memory of the device that holds the tensors;
+    in return only what changed crosses to the host while `publish` blocks.
 
     Use it as a context manager, or `close` it: that waits until everything accepted is published.
     """
@@ -125,6 +127,7 @@ class Publisher:
             lineage.run, settings.anchor_every, settings.scratch, lineage.epoch.writer
         )
         self._queue = SnapshotQueue(self._run.name, self._run.schema, settings.when_busy)
+        self._shadow = shadow_for(settings.snapshot, self._run.schema)
         self._snapshotting = threading.Lock()
         self._pid = os.getpid()
         self._worker = threading.Thread(
@@ -162,7 +165,7 @@ class Publisher:
             snapshot = Snapshot(source, self._run.schema, self._run.record.view)
             slot = self._queue.claim(may_replace=snapshot.is_checked)
             try:
-                snapshot.write_to(slot.buffer)
+                snapshot.write_to(slot.buffer, self._shadow)
             except BaseException as error:
                 self._queue.put_back(slot, error)
                 raise
@@ -187,7 +190,8 @@ class Publisher:
         started_s = time.monotonic()
         self._queue.close()
         with self._snapshotting:  # a snapshot under way is still accepted
-            pass
+            if self._shadow is not None:
+                self._shadow.forget()
         if timeout_s is not None:
             timeout_s = max(0.0, timeout_s - (time.monotonic() - started_s))
         self._queue.wait_idle(timeout_s)

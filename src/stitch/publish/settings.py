@@ -11,6 +11,7 @@ from stitch.errors import UsageError
 from stitch.publish.retry import RetryPolicy
 
 WhenBusy = Literal["coalesce", "block"]
+SnapshotMode = Literal["host", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,10 @@ class PublisherSettings:
 
     when_busy: WhenBusy = "coalesce"
     """`publish` while the one before is still under way: the newest waits, or the caller does."""
+    snapshot: SnapshotMode = "host"
+    """What `publish` copies to the host: every tensor whole, or ("device") only what changed since
+    the snapshot before, found where the tensors live. That needs room for the view there once
+    more, and host memory for an eighth of it. The first two snapshots are still whole copies."""
     anchor_every: int | None = None
     """Store every n-th version whole, too."""
     threads: int | None = None
@@ -31,6 +36,8 @@ class PublisherSettings:
     def __post_init__(self) -> None:
         if self.when_busy not in ("coalesce", "block"):
             raise UsageError(f"when_busy must be 'coalesce' or 'block', got {self.when_busy!r}")
+        if self.snapshot not in ("host", "device"):
+            raise UsageError(f"snapshot must be 'host' or 'device', got {self.snapshot!r}")
         for name in ("anchor_every", "threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):

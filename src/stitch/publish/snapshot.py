@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from stitch.errors import SchemaMismatchError, UsageError
+from stitch.publish.settings import SnapshotMode
 from stitch.tensors import HostWeights, WeightReader
 from stitch.tensors.names import describe_mismatch
 from stitch.types import Schema
@@ -14,6 +15,8 @@ from stitch.views import ViewReader
 
 if TYPE_CHECKING:
     import torch
+
+    from stitch.publish.shadow import Shadow
 
 WeightSource: TypeAlias = (
     "torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]] | WeightReader"
@@ -44,14 +47,31 @@ class Snapshot:
         self._tensors = torch_state.select(schema, source)
         self.is_checked = isinstance(source, Mapping | Collection) or hasattr(source, "state_dict")
 
-    def write_to(self, buffer: HostWeights) -> None:
-        """Fill `buffer`. Raises what the source raises, and SchemaMismatchError at the end of an
-        iterator whose tensors do not fit; the buffer then holds a mixture."""
+    def write_to(self, buffer: HostWeights, shadow: Shadow | None = None) -> None:
+        """Fill `buffer`; with a shadow, from tensors of which only what changed is copied.
+
+        Raises what the source raises, and SchemaMismatchError at the end of an iterator whose
+        tensors do not fit; the buffer then holds a mixture.
+        """
         if self._reader is not None:
             buffer.fill(self._reader)
             return
+        if shadow is not None:
+            shadow.fill(buffer, self._tensors)
+            return
         for spec, tensor in self._tensors:
             self._copy_words(spec, tensor, buffer.words(spec.name))
+
+
+def shadow_for(mode: SnapshotMode, schema: Schema) -> Shadow | None:
+    """What snapshots are compared with in mode "device"; UsageError if torch is not there."""
+    if mode == "host":
+        return None
+    try:
+        from stitch.publish.shadow import Shadow
+    except ImportError as error:
+        raise UsageError("snapshot='device' needs torch") from error
+    return Shadow(schema)
 
 
 def is_reader(source: object) -> TypeGuard[WeightReader]:

@@ -29,6 +29,8 @@ class HostWeights:
                 )
         self._schema = schema
         self._words = list(words)
+        self.stamp: object = None
+        """What its owner wants to remember of the content; forgotten once others may write."""
 
     @classmethod
     def allocate(cls, schema: Schema) -> HostWeights:
@@ -60,6 +62,7 @@ class HostWeights:
         """Overwrite every word with the reader's; both must have the same schema."""
         if reader.schema != self._schema:
             raise SchemaMismatchError("weights can be filled only from a reader of the same schema")
+        self.stamp = None
         done = 0
         for spec, words in zip(self._schema.tensors, self._words, strict=True):
             for start, stop in spans(spec):
@@ -76,12 +79,13 @@ class HostWeights:
         """The whole tensor, writable."""
         if name not in self._schema:
             raise SchemaMismatchError(f"no tensor is named {name!r}")
-        return self._words[self._schema.index[name]]
+        return self.words_at(self._schema.index[name])
 
     def words_at(self, index: int) -> Words:
         """The whole tensor at a schema index, writable."""
         if not 0 <= index < len(self._words):
             raise UsageError(f"there is no tensor {index}: the schema has {len(self._words)}")
+        self.stamp = None
         return self._words[index]
 
     def read(self, name: str, start: int, stop: int) -> Words:
