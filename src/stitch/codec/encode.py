@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, plan_buckets
-from stitch.codec.changes import BucketChanges, find_changes
+from stitch.codec.changes import find_changes
+from stitch.codec.choice import Decode, check_choice, encode_changes
 from stitch.codec.digest import DigestState
-from stitch.codec.encodings import ENCODINGS
 from stitch.codec.patch import FORMAT, Entry, PatchHeader, payload_checksum, write_part
 from stitch.codec.pool import ordered
 from stitch.codec.words import Lanes
@@ -20,13 +20,6 @@ from stitch.tensors.reader import Progress, WeightReader
 from stitch.types import PatchStats, Schema
 
 DEFAULT_PART_BYTES = 64 << 20
-_SURELY_GAPS, _SURELY_DENSE = 0.12, 0.5
-"""`auto` picks by density outside these bounds, and by trying both between them.
-
-On steps of a policy in training `gaps` stays the smaller one (by 35 % at 0.12, by 15 % at 0.5), but
-its time grows with the changes while that of `dense` does not: above that it takes several times as
-long for the last tenth.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,9 @@ class PatchEncoder:
     """Encodes the changes from `old` to `new` as one or more patch files.
 
     Each bucket of `new` is read once; `before` is the digest state of `old`, computed here if it
-    is not given. Peak extra memory: one part, and a few buckets.
+    is not given. `encoding` is that of all buckets, or "auto": for each the one that is likely the
+    smallest. With `decode="changed"` decoding reads no old words but those that change.
+    Peak extra memory: one part, and a few buckets.
     """
 
     def __init__(
@@ -72,6 +67,7 @@ class PatchEncoder:
         *,
         before: DigestState | None = None,
         encoding: str = "auto",
+        decode: Decode = "any",
         threads: int | None = None,
         progress: Progress | None = None,
         max_part_bytes: int | None = DEFAULT_PART_BYTES,
@@ -79,12 +75,12 @@ class PatchEncoder:
         embed_schema: bool = False,
     ) -> None:
         check_same_schema(old.schema, new.schema)
-        if encoding != "auto" and encoding not in ENCODINGS:
-            raise UsageError(f"encoding {encoding!r} is not one of auto, {', '.join(ENCODINGS)}")
+        check_choice(encoding, decode)
         if before is not None and before.schema.digest != old.schema.digest:
             raise SchemaMismatchError("the digest state is of another schema than the weights")
         self._old, self._new, self._schema = old, new, old.schema
-        self._encoding, self._threads, self._progress = encoding, threads, progress
+        self._encoding, self._decode = encoding, decode
+        self._threads, self._progress = threads, progress
         self._max_part_bytes, self._embed_schema = max_part_bytes, embed_schema
         self._buckets = plan_buckets(self._schema, max_bucket_elements)
         self._before = before
@@ -154,7 +150,7 @@ class PatchEncoder:
         changes = find_changes(bucket, self._old, self._new)
         if not changes.num_changed:
             return _Encoded(bucket=bucket, encoding="absent", num_changed=0, payload=b"", gains=[])
-        name, payload = encode_changes(changes, self._encoding)
+        name, payload = encode_changes(changes, self._encoding, self._decode)
         return _Encoded(
             bucket=bucket,
             encoding=name,
@@ -201,25 +197,13 @@ def check_same_schema(old: Schema, new: Schema) -> None:
     )
 
 
-def encode_changes(changes: BucketChanges, encoding: str) -> tuple[str, bytes]:
-    """(encoding name, payload) of a bucket with changes."""
-    if encoding != "auto":
-        return encoding, ENCODINGS[encoding].encode(changes)
-    if changes.density < _SURELY_GAPS:
-        return "gaps", ENCODINGS["gaps"].encode(changes)
-    dense = ENCODINGS["dense"].encode(changes)
-    if changes.density > _SURELY_DENSE:
-        return "dense", dense
-    gaps = ENCODINGS["gaps"].encode(changes)
-    return ("gaps", gaps) if len(gaps) <= len(dense) else ("dense", dense)
-
-
 def encode_patch(
     old: WeightReader,
     new: WeightReader,
     *,
     before: DigestState | None = None,
     encoding: str = "auto",
+    decode: Decode = "any",
     threads: int | None = None,
     progress: Progress | None = None,
     embed_schema: bool = True,
@@ -230,6 +214,7 @@ def encode_patch(
         new,
         before=before,
         encoding=encoding,
+        decode=decode,
         threads=threads,
         progress=progress,
         max_part_bytes=None,

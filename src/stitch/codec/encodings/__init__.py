@@ -1,7 +1,7 @@
 """Encodings of one bucket's changes, one module each.
 
-To add one: a class with the two methods of :class:`~stitch.codec.encodings.port.Encoding`, an entry
-in ENCODINGS, a section in docs/format.md, a numpy reference and golden files.
+To add one: a class that is an :class:`~stitch.codec.encodings.port.Encoding`, an entry in
+ENCODINGS, a section in docs/format.md, a numpy reference and golden files.
 """
 
 from __future__ import annotations

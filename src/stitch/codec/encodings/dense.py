@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stitch.codec.buckets import Bucket
 from stitch.codec.changes import BucketChanges
-from stitch.codec.encodings.port import DecodedChanges, OldWords
+from stitch.codec.encodings.port import DecodedChanges, OldWords, Reads
 from stitch.codec.streams import read_numbers, write_bytes
 from stitch.codec.ulp import is_ordered_by_sign, steps_between
 from stitch.codec.words import WORD_DTYPES, Words
@@ -40,6 +40,8 @@ Bytes = npt.NDArray[np.uint8]
 
 class Dense:
     """Decoding touches every element of the bucket."""
+
+    reads: Reads = "bucket"
 
     def encode(self, changes: BucketChanges) -> bytes:
         bucket, old, new = changes.bucket, changes.old_slices, changes.new_slices
@@ -72,8 +74,8 @@ class Dense:
 def escaped_share(old: Sequence[Words], new: Sequence[Words], dtype: str) -> float:
     """About the share of elements whose steps do not fit a token, from some of all slices."""
     every = slice(None, None, -(-sum(words.size for words in old) // _SAMPLE))
-    few = [np.concatenate([words[every] for words in slices]) for slices in (old, new)]
-    steps = steps_between(*few, dtype)
+    olds, news = (np.concatenate([words[every] for words in slices]) for slices in (old, new))
+    steps = steps_between(olds, news, dtype)
     return float(np.mean((steps < -1) | (steps > 1)))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from stitch.codec import kernels
 from stitch.codec.changes import BucketChanges
-from stitch.codec.encodings.port import DecodedChanges, OldWords
+from stitch.codec.encodings.port import DecodedChanges, OldWords, Reads
 from stitch.codec.streams import read_numbers, write_numbers
 from stitch.codec.words import SIGNED_DTYPES
 from stitch.errors import CorruptPatchError
@@ -23,6 +23,8 @@ def step_dtype(word_bytes: int) -> np.dtype[np.signedinteger[Any]]:
 
 class Gaps:
     """Decoding touches the changed elements only."""
+
+    reads: Reads = "changed"
 
     def encode(self, changes: BucketChanges) -> bytes:
         bucket = changes.bucket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
 
 if TYPE_CHECKING:
     from stitch.tensors.reader import WeightReader
+
+
+Reads = Literal["changed", "bucket"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,11 @@ class OldWords:
 
 class Encoding(Protocol):
     """How the changes of one bucket become payload bytes, and back."""
+
+    @property
+    def reads(self) -> Reads:
+        """What decoding reads of the old words: those that change, or the bucket's."""
+        ...
 
     def encode(self, changes: BucketChanges) -> bytes:
         """The payload of at least one change."""

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 
 from stitch.codec.changes import BucketChanges
-from stitch.codec.encodings.port import DecodedChanges, OldWords
+from stitch.codec.encodings.port import DecodedChanges, OldWords, Reads
 from stitch.codec.ranks import kernels
 from stitch.codec.ranks.classes import class_words
 from stitch.codec.ranks.kernels import Flips, Values
@@ -25,6 +25,8 @@ _LENGTH = struct.Struct("<I")
 
 class Ranks:
     """Decoding reads every old word of the bucket, once."""
+
+    reads: Reads = "bucket"
 
     def encode(self, changes: BucketChanges) -> bytes:
         bucket = changes.bucket
