@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
@@ -20,6 +21,12 @@ for _name, _value in {
 # A shell starts background jobs with SIGINT ignored, and children would inherit that; tests that
 # interrupt a program need it to be as it is in the foreground.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes, or its making, says something about the machine and nothing about us.
+settings.register_profile(
+    "stitch", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("stitch")
 
 
 @pytest.fixture(scope="session")

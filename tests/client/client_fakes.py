@@ -33,6 +33,19 @@ def wait_until(condition: Callable[[], object], what: str, limit_s: float = 20.0
         pause.wait(0.005)
 
 
+class LeapingClock:
+    """Stands in for `time` where requests are given up: the test decides when that is."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def leap(self, span_s: float) -> None:
+        self._ahead_s += span_s
+
+
 def beat_of(replica: str, url: str, **changes: Any) -> Heartbeat:
     beat = Heartbeat(
         replica=replica,
@@ -61,15 +74,30 @@ class FakeRun:
     frozen: set[str] = field(default_factory=set)
     broken: bool = False
     num_reads: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by the client's reading and by the test's changes, or one would undo the other."""
 
     def heartbeats(self) -> list[Heartbeat]:
         self.num_reads += 1
         if self.broken:
             raise StoreError("the store does not answer")
-        for name, beat in self.beats.items():
-            if name not in self.frozen:
-                self.beats[name] = replace(beat, seq=beat.seq + 1)
-        return list(self.beats.values())
+        with self.lock:
+            for name, beat in self.beats.items():
+                if name not in self.frozen:
+                    self.beats[name] = replace(beat, seq=beat.seq + 1)
+            return list(self.beats.values())
+
+    def put(self, name: str, beat: Heartbeat) -> None:
+        with self.lock:
+            self.beats[name] = beat
+
+    def change(self, name: str, **changes: Any) -> None:
+        with self.lock:
+            self.beats[name] = replace(self.beats[name], **changes)
+
+    def clear(self) -> None:
+        with self.lock:
+            self.beats.clear()
 
 
 class FakeBoard:
@@ -185,22 +213,24 @@ class Site:
         self._loop = LoopThread("fakes")
         self._runners: list[web.AppRunner] = []
         self._clients: list[Client] = []
+        self._reserved: list[socket.socket] = []
 
     def replica(self, name: str, **beat: Any) -> FakeReplica:
         """A serving replica, listed on the board."""
         fake = FakeReplica(name)
         fake.url = self._loop.call(self._serve(fake))
         fake.applied = beat.get("applied", fake.applied)
-        self.run.beats[name] = beat_of(name, fake.url, **beat)
+        self.run.put(name, beat_of(name, fake.url, **beat))
         return fake
 
     def dead_replica(self, name: str, **beat: Any) -> None:
         """One whose heartbeat lingers on the board, with nobody at its address."""
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self.run.beats[name] = beat_of(name, url, **beat)
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))  # without listening; held, so that nobody else gets the port
+        self._reserved.append(sock)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self.run.frozen.add(name)
+        self.run.put(name, beat_of(name, url, **beat))
 
     def client(self, run: str | None = "run", **settings: Any) -> Client:
         settings = {"deadline_s": 20.0, "refresh_s": 0.05, **settings}
@@ -233,5 +263,7 @@ class Site:
     def close(self) -> None:
         for client in self._clients:
             client.close()
+        for sock in self._reserved:
+            sock.close()
         self._loop.call(self._stop())
         self._loop.close(asyncio.sleep(0))

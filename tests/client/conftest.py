@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from client_fakes import Site
+from client_fakes import LeapingClock, Site
 
 
 @pytest.fixture
@@ -13,3 +13,11 @@ def site() -> Iterator[Site]:
     site = Site()
     yield site
     site.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> LeapingClock:
+    """The clock that deadlines are held by."""
+    clock = LeapingClock()
+    monkeypatch.setattr("stitch.client.dispatch.time", clock)
+    return clock

@@ -120,8 +120,9 @@ def test_a_stream_that_goes_quiet_is_given_up(site: Site) -> None:
 
     fake = site.replica("a")
     fake.always = quiet
-    stream = site.client().stream(prompt="x", deadline_s=0.3)
+    stream = site.client().stream(prompt="x")
     next(stream)
+    stream._opened._gap_s = 0.3  # the deadline of a stream that began; until then it was long
     with pytest.raises(StreamBrokenError, match=r"no event for 0\.3 s"):
         next(stream)
     wait_until(lambda: fake.aborted == 1, "the generation was aborted")
@@ -130,8 +131,10 @@ def test_a_stream_that_goes_quiet_is_given_up(site: Site) -> None:
 def test_a_stream_nobody_begins_ends_at_the_deadline(site: Site) -> None:
     fake = site.replica("a")
     fake.always = fake.hang
+    client = site.client()
+    client.replicas()  # the board has been read, so the replica is asked at once
     with pytest.raises(NoReplicaError, match="no answer in time"):
-        site.client().stream(prompt="x", deadline_s=0.3)
+        client.stream(prompt="x", deadline_s=0.3)
 
 
 def test_an_answer_that_is_no_stream_is_rejected(site: Site) -> None:
