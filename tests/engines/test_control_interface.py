@@ -10,12 +10,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from engine_kit import TOKEN, Served, until
+from group_kit import asgi_app
 
 from stitch.codec import DigestState, UpdateSet
 from stitch.engines import wire
 from stitch.engines.control import ControlClient
 from stitch.engines.control_routes import control_app
+from stitch.engines.group.control_asgi import ControlAsgi
 from stitch.engines.parts import PartsBox, split_update
 from stitch.errors import BaseMismatchError, EngineError, EngineUnreachableError, UsageError
 from stitch.tensors import HostWeights
@@ -53,10 +56,27 @@ class Setup:
             return response.status, await response.json()
 
 
-@pytest.fixture
-async def setup() -> AsyncIterator[Setup]:
+def asgi_host(engine: FakeEngine) -> web.Application:
+    control = ControlAsgi(TOKEN)
+    control.serve(engine, SCHEMA)
+    app = asgi_app(control)
+
+    @web.middleware
+    async def silent_when_dead(request: web.Request, handler: Any) -> web.StreamResponse:
+        answer: web.StreamResponse = await handler(request)
+        if engine.dead and request.transport is not None:
+            request.transport.close()
+        return answer
+
+    app.middlewares.append(silent_when_dead)
+    return app
+
+
+@pytest.fixture(params=["aiohttp", "asgi"])
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     engine = FakeEngine(synthetic_weights(SCHEMA))
-    async with Served(fake_engine_app(engine, TOKEN)) as url:
+    app = asgi_host(engine) if request.param == "asgi" else fake_engine_app(engine, TOKEN)
+    async with Served(app) as url:
         client = ControlClient(url, TOKEN, schema=SCHEMA, timeout_s=5.0, describe_timeout_s=0.5)
         yield Setup(engine, client, synthetic_weights(SCHEMA), url)
         engine.faults.release.set()
@@ -200,6 +220,28 @@ async def test_a_wrong_token_is_a_usage_error(setup: Setup) -> None:
 def test_a_short_token_is_not_accepted() -> None:
     with pytest.raises(UsageError, match="16"):
         control_app(FakeEngine(synthetic_weights(SCHEMA)), schema=SCHEMA, token="short")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "nowhere", 404), ("GET", "commit", 405), ("PATCH", "stage", 405)],
+)
+async def test_other_paths_and_methods_are_refused(
+    setup: Setup, method: str, path: str, status: int
+) -> None:
+    found, body = await setup.raw(method, path)
+    assert (found, body["error"]["type"]) == (status, "UsageError")
+
+
+async def test_an_engine_that_is_not_ready_yet_is_unreachable() -> None:
+    control = ControlAsgi(TOKEN)
+    async with Served(asgi_app(control)) as url:
+        client = ControlClient(url, TOKEN, schema=SCHEMA)
+        with pytest.raises(EngineUnreachableError, match="not ready"):
+            await client.describe()
+        control.serve(FakeEngine(synthetic_weights(SCHEMA)), SCHEMA)
+        assert (await client.describe()).ref is None
+        await client.close()
 
 
 async def test_errors_keep_their_class_over_http(setup: Setup) -> None:

@@ -42,6 +42,8 @@ class EngineDescription:
     """Request field that separates prefix caches; None where the engine has no prefix cache."""
     blocked_routes: tuple[str, ...] = ()
     """Paths (exact, or prefixes ending in `*`) that must not be reached from outside."""
+    fixed_tensors: tuple[str, ...] = ()
+    """Tensors that cannot be changed in place; a stage that touches one fails, naming it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,7 @@ def description_to_json(it: EngineDescription) -> dict[str, object]:
         "stamps_versions": it.stamps_versions,
         "salt_field": it.salt_field,
         "blocked_routes": list(it.blocked_routes),
+        "fixed_tensors": list(it.fixed_tensors),
     }
 
 
@@ -80,6 +81,7 @@ def description_from_json(body: Mapping[str, Any]) -> EngineDescription:
         stamps_versions=bool(body["stamps_versions"]),
         salt_field=body["salt_field"],
         blocked_routes=tuple(body["blocked_routes"]),
+        fixed_tensors=tuple(body.get("fixed_tensors", ())),
     )
 
 
