@@ -69,8 +69,8 @@ def test_streams_that_do_not_hold_the_wanted_numbers_are_refused(
 
 
 def test_an_unknown_form_is_of_a_later_release() -> None:
-    with pytest.raises(UnsupportedFormatError, match="form 3"):
-        read_numbers(frame(3, b""), 0, np.dtype("<u4"), "test")
+    with pytest.raises(UnsupportedFormatError, match="form 4"):
+        read_numbers(frame(4, b""), 0, np.dtype("<u4"), "test")
 
 
 def test_a_frame_that_hides_its_size_is_refused() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stitch.codec.ulp import is_ordered_by_sign
-from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words, split64
+from stitch.codec.words import SIGNED_DTYPES, WORD_DTYPES, Lanes, Positions, Words, split64
 from stitch.types import Schema
 
 Numbers = npt.NDArray[np.integer[Any]]
@@ -30,7 +30,7 @@ def warm(schema: Schema | None = None) -> None:
 
     With a schema, only those for its words. Compiling all takes some 20 s once per machine.
     """
-    from stitch.codec import dense_loops, gap_loops, loops
+    from stitch.codec import bins, dense_loops, gap_loops, loops
 
     loops.sum_words()
     gap_loops.to_gaps()
@@ -45,6 +45,8 @@ def warm(schema: Schema | None = None) -> None:
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
         dense_loops.warm(word_bytes, ordered)
+    widths = {max(2, word_bytes) for word_bytes, _ in kinds}
+    bins.warm([np.dtype("<u4"), *(SIGNED_DTYPES[width] for width in sorted(widths))])
 
 
 @dataclass(eq=False)

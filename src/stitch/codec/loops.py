@@ -172,34 +172,31 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
     mask = np.uint64((1 << (8 * word_bytes)) - 1)
 
     def loop(whole, tail, first, positions, new, out):  # type: ignore[no-untyped-def]
-        fetched = np.empty(_GATHER + 8, np.uint64)
+        fetched = np.empty(_GATHER, np.uint64)
         a = _ZERO
         b = _ZERO
-        start = 0
-        while start < positions.size:
-            stop = min(start + _GATHER, positions.size)
-            while stop < positions.size and positions[stop] >> log2 == positions[stop - 1] >> log2:
-                stop += 1
-            for k in range(start, stop):
-                index = positions[k] >> log2
-                fetched[k - start] = whole[index] if index < whole.size else tail[0]
-            k = start
-            while k < stop:
-                index = positions[k] >> log2
-                old_word = fetched[k - start]
-                new_word = old_word
-                while k < stop and positions[k] >> log2 == index:
-                    at = np.uint64(positions[k] & lane) * lane_bits
-                    new_word = (new_word & ~(mask << at)) | (np.uint64(new[k]) << at)
-                    k += 1
+        last_index = np.int64(-1)
+        word = _ZERO
+        for start in range(0, positions.size, _GATHER):
+            places = positions[start : start + _GATHER]
+            news = new[start : start + _GATHER]
+            for k in range(places.size):
+                index = places[k] >> log2
+                fetched[k] = whole[index] if index < whole.size else tail[0]
+            for k in range(places.size):
+                index = places[k] >> log2
+                # Changes of one 64-bit word follow each other, each from where the last one led.
+                before = word if index == last_index else fetched[k]
+                at = np.uint64(places[k] & lane) * lane_bits
+                word = (before & ~(mask << at)) | (np.uint64(news[k]) << at)
+                last_index = index
                 key = (first + np.uint64(index) + _ONE) * _GOLDEN
-                h, g = _mix(new_word, key)
+                h, g = _mix(word, key)
                 a += h
                 b += g
-                h, g = _mix(old_word, key)
+                h, g = _mix(before, key)
                 a -= h
                 b -= g
-            start = stop
         out[0] += a
         out[1] += b
 
@@ -234,48 +231,45 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     wider = NUMPY_INT[wide]
 
     def loop(whole, tail, first, positions, shift, steps, olds, news, out):  # type: ignore[no-untyped-def]
-        fetched = np.empty(_GATHER + 8, np.uint64)
+        fetched = np.empty(_GATHER, np.uint64)
         a = _ZERO
         b = _ZERO
         bad = 0
-        start = 0
-        while start < positions.size:
-            stop = min(start + _GATHER, positions.size)
-            while (
-                stop < positions.size
-                and (positions[stop] - shift) >> log2 == (positions[stop - 1] - shift) >> log2
-            ):
-                stop += 1
-            for k in range(start, stop):
-                index = (positions[k] - shift) >> log2
-                fetched[k - start] = whole[index] if index < whole.size else tail[0]
-            k = start
-            while k < stop:
-                index = (positions[k] - shift) >> log2
-                old_word = fetched[k - start]
-                new_word = old_word
-                while k < stop and (positions[k] - shift) >> log2 == index:
-                    at = np.uint64((positions[k] - shift) & lane) * lane_bits
-                    step = signed(steps[k])
-                    bad += (step == 0) | (wider(step) != steps[k])
-                    x = word((old_word >> at) & mask)
-                    olds[k] = x
-                    if ordered:
-                        x = word(x ^ word(sign | word(zero - word(x >> top))))
-                    y = word(x + word(step))
-                    if ordered:
-                        y = word(y ^ word(sign | word(word(y >> top) - one)))
-                    news[k] = y
-                    new_word = (new_word & ~(mask << at)) | (np.uint64(y) << at)
-                    k += 1
+        last_index = np.int64(-1)
+        word64 = _ZERO
+        for start in range(0, positions.size, _GATHER):
+            places = positions[start : start + _GATHER]
+            moves = steps[start : start + _GATHER]
+            old = olds[start : start + _GATHER]
+            new = news[start : start + _GATHER]
+            for k in range(places.size):
+                index = (places[k] - shift) >> log2
+                fetched[k] = whole[index] if index < whole.size else tail[0]
+            for k in range(places.size):
+                place = places[k] - shift
+                index = place >> log2
+                # Changes of one 64-bit word follow each other, each from where the last one led.
+                before = word64 if index == last_index else fetched[k]
+                at = np.uint64(place & lane) * lane_bits
+                step = signed(moves[k])
+                bad += (step == 0) | (wider(step) != moves[k])
+                x = word((before >> at) & mask)
+                old[k] = x
+                if ordered:
+                    x = word(x ^ word(sign | word(zero - word(x >> top))))
+                y = word(x + word(step))
+                if ordered:
+                    y = word(y ^ word(sign | word(word(y >> top) - one)))
+                new[k] = y
+                word64 = (before & ~(mask << at)) | (np.uint64(y) << at)
+                last_index = index
                 key = (first + np.uint64(index) + _ONE) * _GOLDEN
-                h, g = _mix(new_word, key)
+                h, g = _mix(word64, key)
                 a += h
                 b += g
-                h, g = _mix(old_word, key)
+                h, g = _mix(before, key)
                 a -= h
                 b -= g
-            start = stop
         out[0] += a
         out[1] += b
         return bad

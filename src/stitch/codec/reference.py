@@ -18,6 +18,7 @@ import zstandard
 from blake3 import blake3
 from pcodec import standalone
 
+from stitch.codec.reference_bins import read_binned
 from stitch.codec.words import Words
 from stitch.types import DTYPE_BITS, FLOAT_DTYPES, Schema, TensorSpec
 
@@ -154,6 +155,8 @@ def read_stream(data: bytes, count: int, code: str) -> tuple[npt.NDArray[Any], b
         return np.frombuffer(body, code), rest
     if tag == 2:
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(body), code), rest
+    if tag == 3:
+        return np.array(read_binned(body, count, np.dtype(code)), code), rest
     numbers = standalone.simple_decompress(body)
     assert tag == 1
     assert numbers.dtype == np.dtype(code)

@@ -1,4 +1,4 @@
-"""Streams of numbers inside a payload: a tag, a length, then raw, pcodec or zstd bytes.
+"""Streams of numbers inside a payload: a tag, a length, then raw, pcodec, zstd or binned bytes.
 
 The reader always knows how many numbers of which width it wants, so nothing is allocated from what
 a stream says about itself. See docs/format.md, "Streams".
@@ -15,10 +15,13 @@ import numpy.typing as npt
 import zstandard
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
+from stitch.codec import bins
 from stitch.errors import CorruptPatchError, UnsupportedFormatError
 
-RAW, PCODEC, ZSTD = 0, 1, 2
+RAW, PCODEC, ZSTD, BINS = 0, 1, 2, 3
 _HEAD = struct.Struct("<BI")
+_MANY = 4096
+"""From this many numbers on, binned is as small as pcodec, and made in a third of the time."""
 _SHORT_BYTES = 4096
 """Up to this size zstd is tried as well; it can beat pcodec on short streams only."""
 
@@ -33,10 +36,14 @@ def _pcodec_config() -> ChunkConfig:
 
 
 def write_numbers(numbers: Numbers) -> bytes:
-    """One stream holding `numbers` (n,), in the smallest of the three forms."""
+    """One stream holding `numbers` (n,), in the smallest of the forms worth trying."""
+    if numbers.size >= _MANY:
+        packed = bins.write(numbers)
+        if len(packed) < numbers.nbytes:
+            return _HEAD.pack(BINS, len(packed)) + packed
     raw = numbers.tobytes()
     forms = [(len(raw), RAW, raw)]
-    if numbers.size:
+    if 0 < numbers.size < _MANY:
         packed = bytes(standalone.simple_compress(np.ascontiguousarray(numbers), _pcodec_config()))
         forms.append((len(packed), PCODEC, packed))
         if len(raw) <= _SHORT_BYTES:
@@ -75,6 +82,8 @@ def read_numbers(
         return np.frombuffer(body, dtype), rest
     if tag == PCODEC:
         return _read_pcodec(bytes(body), count, dtype, what), rest
+    if tag == BINS:
+        return bins.read(body, count, dtype, what), rest
     if tag == ZSTD:
         raw = decompress_exactly(bytes(body), count * dtype.itemsize, what)
         return np.frombuffer(raw, dtype), rest
