@@ -17,10 +17,10 @@ from stitch.errors import CorruptCheckpointError
 from stitch.tensors.device import host_words
 
 _CHUNK_BYTES = 16 << 20
-"""Compared at a time; the scratch for it is at most a fifth more."""
+"""Compared at a time: 2 MB of scratch, and as much as this if all 64-bit words differ."""
 
-_GATHER_WORDS = 1 << 17
-"""Changed 64-bit words handled at a time: some 30 MB of scratch if all their bytes changed."""
+_GATHER_WORDS = 1 << 16
+"""Changed 64-bit words handled at a time: some 25 MB of scratch if all their bytes changed."""
 
 _LISTED = 8
 """Where more than one element in this many changed, changes are only counted and digested."""
@@ -29,7 +29,7 @@ _LISTED = 8
 def find_changes(bucket: Bucket, old: DeviceReader, new: DeviceReader) -> BucketChanges:
     """What `changes.find_changes` gives, found on the device of `old`.
 
-    Some 64 MB of scratch on the device; words of `new` that are on another one come over first.
+    At most 64 MB of scratch on the device; words of `new` that are on another one come over first.
     Of the words that did not change none leaves the device, unless the encoding asks for the old or
     new words of the whole bucket (as `ranks` and `dense` do), or so much changed that a list of it
     would be larger.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CHUNK_WORDS = 1 << 20
-"""64-bit words mixed at a time: some 40 MB of scratch on the device."""
+"""64-bit words mixed at a time: 24 MB of scratch on the device."""
 
 
 class DeviceReader(Protocol):
