@@ -1,0 +1,97 @@
+"""The endpoint plugin: the control interface on vLLM's API server, with a token of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from stitch.engines import wire
+from stitch.engines.group.control_asgi import ControlAsgi
+from stitch.engines.group.engine import GroupEngine, GroupTraits
+from stitch.engines.group.staging import shared_memory_directory
+from stitch.engines.ranks.port import check
+from stitch.engines.vllm import PLUGIN, VIEW_ENV, WORKER_EXTENSION
+from stitch.engines.vllm.workers import VllmWorkers
+from stitch.errors import SchemaMismatchError, UsageError
+from stitch.tensors import open_checkpoint
+from stitch.types import Schema
+from stitch.views import ViewReader
+
+_log = logging.getLogger(__name__)
+
+BLOCKED_ROUTES = (
+    "/stitch/*", "/pause", "/resume", "/is_paused", "/abort_requests", "/collective_rpc",
+    "/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update",
+    "/update_weights", "/finish_weight_update", "/shutdown_weight_transfer_engine",
+    "/update_weight_version", "/weight_info", "/weight_checker", "/reset_*", "/sleep", "/wake_up",
+    "/is_sleeping", "/release_kv_cache_memory", "/server_info", "/get_world_size",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/invocations", "/tokenize",
+)  # fmt: skip
+"""vLLM's control routes, were they ever switched on, and routes that pass by the salt."""
+
+TRAITS = GroupTraits(engine="vllm", salt_field="cache_salt", blocked_routes=BLOCKED_ROUTES)
+
+
+class StitchEndpoint:
+    """Implements vLLM's EndpointPlugin."""
+
+    name = PLUGIN
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Mount the control interface. Raises UsageError, which ends the server, without token."""
+        token = os.environ.get(wire.TOKEN_ENV, "")
+        if not token:
+            raise UsageError(f"set {wire.TOKEN_ENV} to the control token")
+        self._control = ControlAsgi(token)
+        app.mount(wire.PREFIX, self._control)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Learn where every tensor lives, before requests are taken; what fails ends the server."""
+        logging.getLogger("stitch").setLevel(logging.INFO)
+        config = engine_client.vllm_config
+        _check_setup(config, args)
+        directory, view = Path(config.model_config.model), os.environ.get(VIEW_ENV, "bf16")
+        schema = _schema_of(directory, view)
+        workers = VllmWorkers(engine_client, config.parallel_config.world_size)
+        opened = await workers.call("open", str(directory), view)
+        check(opened)
+        if any(answer["schema_digest"] != schema.digest for answer in opened):
+            raise SchemaMismatchError(f"the ranks read other tensors from {directory}")
+        engine = await GroupEngine.learned(
+            workers, schema, TRAITS, scratch=shared_memory_directory()
+        )
+        self._control.serve(engine, schema)
+
+
+def _check_setup(config: Any, args: Any) -> None:
+    parallel = config.parallel_config
+    if parallel.worker_extension_cls != WORKER_EXTENSION and not _is_ours(
+        parallel.worker_extension_cls
+    ):
+        raise UsageError(f"start vLLM with --worker-extension-cls {WORKER_EXTENSION}")
+    if parallel.data_parallel_size > 1 or (getattr(args, "api_server_count", 1) or 1) > 1:
+        raise UsageError(
+            "one writer, one engine: start one vLLM for each replica instead of "
+            "--data-parallel-size or --api-server-count"
+        )
+    if config.lora_config is not None:
+        raise UsageError("weights under LoRA adapters are not changed in place: leave out LoRA")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether the worker extension is a class that extends ours."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return bool(name) and hasattr(resolve_obj_by_qualname(name), "stitch_call")
+
+
+def _schema_of(directory: Path, view: str) -> Schema:
+    if not directory.is_dir():
+        raise UsageError(
+            f"serve a local checkpoint directory: {directory} is none, and its tensors must be read"
+        )
+    with open_checkpoint(directory) as checkpoint:
+        return ViewReader(checkpoint, view).schema

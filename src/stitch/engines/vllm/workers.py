@@ -1,0 +1,122 @@
+"""Workers over vLLM's own client: collective RPCs, and its switches for pausing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from stitch.engines.group.workers import WorkersLostError
+from stitch.engines.ranks.port import Answer
+from stitch.engines.vllm.plugin import EXIT_STATUS
+from stitch.types import VersionRef
+
+IN_BACKGROUND = frozenset({"stage_part", "seal", "lanes"})
+"""What a rank does in a thread: an RPC of vLLM's holds up the next step until it is answered."""
+_FIRST_POLL_S = 0.001
+_LAST_POLL_S = 0.02
+
+
+class VllmWorkers:
+    """`client` is vLLM's AsyncLLM, as endpoint plugins get it."""
+
+    def __init__(self, client: Any, world: int) -> None:
+        self._client = client
+        self._world = world
+        self._numbers = itertools.count(1)
+
+    async def call(self, method: str, *args: object) -> list[Answer]:
+        if method not in IN_BACKGROUND:
+            return await self._rpc(method, *args)
+        ticket = f"{method}-{next(self._numbers)}"
+        answers = await self._rpc("begin", ticket, method, list(args))
+        running = [rank for rank, answer in enumerate(answers) if answer.get("ok")]
+        pause_s = _FIRST_POLL_S
+        while running:
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LAST_POLL_S, 1.5 * pause_s)
+            found = await self._rpc("finish", ticket)
+            for rank in list(running):
+                if not found[rank].get("running"):
+                    answers[rank] = found[rank]
+                    running.remove(rank)
+        return answers
+
+    async def _rpc(self, method: str, *args: object) -> list[Answer]:
+        """One collective RPC, whose answers are proven to be its own."""
+        number = next(self._numbers)
+        try:
+            answers = await self._client.collective_rpc(
+                "stitch_call", args=(number, method, list(args))
+            )
+        except Exception as error:  # whatever broke: other ranks' answers may still be queued
+            raise WorkersLostError(f"the RPC {method} failed: {error!r:.500}") from error
+        got = [
+            (answer.get("call"), answer.get("at_rank")) if isinstance(answer, dict) else answer
+            for answer in answers
+        ]
+        if got != [(number, rank) for rank in range(self._world)]:
+            raise WorkersLostError(
+                f"call {number} ({method}) to {self._world} ranks got answers of other calls or "
+                f"ranks: {got!r:.300}"
+            )
+        return list(answers)
+
+    async def pause(self) -> None:
+        """Keeps requests in flight; their keys and values are computed anew afterwards.
+
+        vLLM's `pause_generation` does the same and then sleeps for 20 ms.
+        """
+        core: Any = getattr(self._client, "engine_core", None)
+        if not hasattr(core, "pause_scheduler_async"):
+            await self._client.pause_generation(mode="keep", clear_cache=True)
+            return
+        await self._client.renderer.clear_mm_cache_async()
+        await core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def drop_prefix_cache(self) -> None:
+        """Nothing left to do: the pause emptied all caches, and no step has run since."""
+
+    async def label(self, ref: VersionRef) -> None:
+        if hasattr(self._client, "update_weight_version"):
+            await self._client.update_weight_version(str(ref.version))
+
+    def is_alive(self) -> bool:
+        return not self._client.errored
+
+    def exit(self, reason: str) -> NoReturn:
+        print(f"stitch engine: fatal: {reason}; exiting", file=sys.stderr, flush=True)
+        for pid in descendants(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        os._exit(EXIT_STATUS)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, as /proc shows them now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # "pid (name) state parent ...": the name may hold spaces and brackets.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
