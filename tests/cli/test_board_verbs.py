@@ -28,6 +28,25 @@ def test_publishing_creates_a_run_and_then_continues_it(
     assert stitch.ok("verify", chain[2], *board)["equal"]
 
 
+def test_publishing_for_receivers_without_a_copy_is_a_flag_a_variable_and_a_line_of_the_file(
+    stitch: Program, chain: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = ("--board", tmp_path / "board")
+    publish = ("publish", *board, "--run", "math")
+    first = stitch.ok(*publish, chain[1], "--base", chain[0], "--encoding", "dense")
+    assert set(first["encodings"]) == {"dense"}
+    second = stitch.ok(*publish, chain[2], "--decode", "changed")
+    assert set(second["encodings"]) == {"gaps"}
+    monkeypatch.setenv("STITCH_PUBLISH_DECODE", "changed")
+    assert "allows gaps" in stitch.fails(2, *publish, chain[3], "--encoding", "ranks")
+    monkeypatch.delenv("STITCH_PUBLISH_DECODE")
+    file = tmp_path / "stitch.toml"
+    file.write_text('[publish]\nencoding = "gaps"\n')
+    third = stitch.ok(*publish, chain[3], "--config", file)
+    assert set(third["encodings"]) == {"gaps"}
+    assert stitch.ok("verify", chain[3], *board)["equal"]
+
+
 def test_publishing_needs_a_run_and_a_base_for_a_new_one(
     stitch: Program, chain: list[Path], tmp_path: Path
 ) -> None:

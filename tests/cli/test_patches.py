@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 from cli_kit import Program, make_chain, words_of
 
 from stitch.cli import exits
+from stitch.cli.flags import EncodingConfig
+from stitch.codec.encodings import ENCODINGS
 from stitch.tensors import HostWeights, open_checkpoint, write_safetensors
 from stitch.testing.synthetic import synthetic_schema, synthetic_weights
 
@@ -25,6 +28,7 @@ INSPECT_KEYS = {
     "density",
     "bits_per_changed_element",
     "encodings",
+    "decode",
 }
 
 
@@ -101,7 +105,7 @@ def test_equal_checkpoints_give_an_empty_patch(
     assert words_of(tmp_path / "out") == words_of(chain[0])
 
 
-@pytest.mark.parametrize("encoding", ["gaps", "dense"])
+@pytest.mark.parametrize("encoding", ["gaps", "ranks", "dense"])
 def test_every_encoding_round_trips_between_single_files(
     stitch: Program, tmp_path: Path, encoding: str
 ) -> None:
@@ -115,6 +119,32 @@ def test_every_encoding_round_trips_between_single_files(
     assert words_of(tmp_path / "out.safetensors") == words_of(new)
     stitch.ok("apply", old, patch, "--out", tmp_path / "out")
     assert words_of(tmp_path / "out" / "model.safetensors") == words_of(new)
+
+
+def test_patches_for_receivers_without_a_copy_hold_gaps_only(
+    stitch: Program, chain: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = tmp_path / "p.patch"
+    stitch.ok("diff", *chain[:2], "--out", patch, "--decode", "changed")
+    assert set(stitch.ok("inspect", patch)["encodings"]) <= {"gaps", "absent"}
+    assert stitch.ok("inspect", patch)["decode"] == "changed"
+    assert "only the words that change" in stitch("inspect", patch).out
+    other = tmp_path / "other.patch"
+    stitch.ok("diff", *chain[:2], "--out", other, "--encoding", "ranks")
+    assert stitch.ok("inspect", other)["decode"] == "any"
+    assert "whole buckets" in stitch("inspect", other).out
+    monkeypatch.setenv("STITCH_DIFF_DECODE", "changed")
+    stitch.ok("diff", *chain[:2], "--out", other)
+    assert other.read_bytes() == patch.read_bytes()
+    line = stitch.fails(exits.USAGE, "diff", *chain[:2], "--out", other, "--encoding", "dense")
+    assert "decode 'changed' allows gaps" in line
+    line = stitch.fails(exits.USAGE, "diff", *chain[:2], "--out", other, "--decode", "none")
+    assert "decode must be one of any, changed" in line
+
+
+def test_the_flag_offers_every_encoding() -> None:
+    choices = get_type_hints(EncodingConfig)["encoding"]
+    assert get_args(choices) == ("auto", *ENCODINGS)
 
 
 def test_the_bf16_view_of_wide_checkpoints_can_be_compared(stitch: Program, tmp_path: Path) -> None:

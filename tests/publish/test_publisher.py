@@ -69,6 +69,26 @@ def test_every_published_version_is_bit_for_bit_the_trainers(
         assert read_version(run, base, version).digest == wanted[version - 1]
 
 
+@pytest.mark.parametrize(
+    ("options", "encodings"),
+    [({"decode": "changed"}, {"gaps"}), ({"encoding": "dense"}, {"dense"}), ({}, {"dense"})],
+)
+def test_encodings_are_those_that_were_asked_for(
+    board: Board, base: Path, model: TinyModel, options: dict[str, str], encodings: set[str]
+) -> None:
+    with start(board, base, **options) as publisher:
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor *= 1.5
+        model.train_step(1)  # the buffer, too
+        publisher.publish(model).wait(60)
+    run = board.open_run("r")
+    found = run.manifest(1).stats.encodings
+    assert encodings <= set(found)
+    assert "decode" not in options or set(found) == encodings
+    assert read_version(run, base).digest == run.manifest(1).digest_after
+
+
 def test_several_optimizer_steps_between_publishes_all_arrive(
     board: Board, base: Path, model: TinyModel
 ) -> None:
@@ -358,6 +378,9 @@ def test_small_files_that_are_too_large_together_are_refused(
         ({"when_busy": "panic"}, "when_busy"),
         ({"anchor_every": 0}, "anchor_every"),
         ({"threads": -1}, "threads"),
+        ({"decode": "some"}, "decode 'some' is not one of any, changed"),
+        ({"encoding": "zip"}, "encoding 'zip' is not one of auto"),
+        ({"encoding": "dense", "decode": "changed"}, "decode 'changed' allows gaps"),
         ({"colour": "red"}, r"unknown publisher options \['colour'\]"),
         ({"view": "fp3"}, "fp3"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stitch.cli import exits, flags, text, weights
 from stitch.cli.context import Context
+from stitch.config import add_flags
 
 DESCRIPTION = """\
 Write the lossless patch that turns OLD into NEW. Both are safetensors files or
@@ -17,12 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="OLD", type=Path)
     parser.add_argument("new", metavar="NEW", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="patch to write")
-    parser.add_argument(
-        "--encoding",
-        choices=("auto", "gaps", "dense"),
-        default="auto",
-        help="how changes are encoded (default: auto, the smallest)",
-    )
+    add_flags(parser, flags.EncodingConfig)
     weights.add_view_flag(parser)
     flags.add_threads_flag(parser)
 
@@ -30,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     from stitch.codec import encode_patch, read_header
 
+    given = {"encoding": args.encoding, "decode": args.decode}
+    config = context.load(flags.EncodingConfig, "diff", given)
     with weights.opened(args.old, args.view) as old, weights.opened(args.new, args.view) as new:
         weights.check_same_tensors(old.reader.schema, new.reader.schema, "OLD", "NEW")
         weights.refuse_overwriting(
@@ -39,7 +37,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
             data, stats = encode_patch(
                 old.reader,
                 new.reader,
-                encoding=args.encoding,
+                encoding=config.encoding,
+                decode=config.decode,
                 threads=args.threads,
                 progress=progress,
             )

@@ -5,6 +5,24 @@ from __future__ import annotations
 import argparse
 import math
 import threading
+from dataclasses import dataclass
+from typing import Literal
+
+from stitch.config import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingConfig:
+    """How patches are encoded; the verb's table of the file, and `STITCH_<VERB>_<NAME>`."""
+
+    encoding: Literal["auto", "gaps", "ranks", "dense"] = setting(
+        "auto", help="how changes are encoded: auto takes the smallest of gaps, ranks and dense"
+    )
+    decode: Literal["any", "changed"] = setting(
+        "any",
+        help="what decoding may read of the old weights: any words, or only those that change, "
+        "for receivers without a host copy",
+    )
 
 
 def add_threads_flag(parser: argparse.ArgumentParser) -> None:

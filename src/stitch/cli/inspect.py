@@ -10,12 +10,20 @@ from pathlib import Path
 from stitch.cli import exits, text
 from stitch.cli.context import Context
 from stitch.codec import PatchHeader, read_header
+from stitch.codec.choice import needed_decode
 from stitch.errors import CorruptPatchError, UnsupportedFormatError
 from stitch.types import PatchStats
 
 DESCRIPTION = """\
 Show size, density, encodings and digests of a patch. Several files are taken as
 the parts of one patch. Headers are checked; `stitch apply` proves the payloads."""
+
+
+_READS: dict[object, str] = {
+    "any": "whole buckets",
+    "changed": "only the words that change",
+    None: "what only a later release knows",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +45,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "density": stats.density,
         "bits_per_changed_element": stats.bits_per_changed_element,
         "encodings": dict(stats.encodings),
+        "decode": needed_decode(stats.encodings),
         "format": headers[0].format,
         "parts": [header.part for header in headers],
         "complete": _complete(headers),
@@ -109,6 +118,7 @@ def _lines(record: dict[str, object], tensors: list[dict[str, object]] | None) -
             ("changed", f"{record['num_changed']} ({text.percent(float(str(record['density'])))})"),
             ("bits per changed element", None if bits is None else f"{bits:.2f}"),
             ("encodings", ", ".join(f"{name} {n}" for name, n in encodings.items())),
+            ("decoding reads", _READS[record["decode"]]),
             ("parts", f"{record['parts']}{'' if record['complete'] else ' (incomplete)'}"),
             ("schema", record["schema_digest"]),
             ("digest before", record["digest_before"]),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stitch.cli import exits, flags, text
 from stitch.cli.context import Context
+from stitch.config import add_flags
 from stitch.errors import RunNotFoundError, UsageError
 from stitch.types import check_run_name
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--view", help="of a new run: bf16 (default), or checkpoint for weights as stored"
     )
     parser.add_argument("--anchor", action="store_true", help="also store the version whole")
+    add_flags(parser, flags.EncodingConfig)
     flags.add_threads_flag(parser)
 
 
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "bytes": stats.num_bytes,
         "share_of_view": share,
         "bits_per_changed_element": stats.bits_per_changed_element,
+        "encodings": dict(stats.encodings),
     }
     console.result(
         record,
@@ -73,7 +76,12 @@ def _publisher(args: argparse.Namespace, context: Context, progress: Progress | 
     from stitch.publish import Publisher
 
     board = open_board(context.board_address)
-    options = {"threads": args.threads, "anchor_every": 1 if args.anchor else None}
+    given = {"encoding": args.encoding, "decode": args.decode}
+    options = {
+        "threads": args.threads,
+        "anchor_every": 1 if args.anchor else None,
+        **vars(context.load(flags.EncodingConfig, "publish", given)),
+    }
     name = context.settings.run
     if name is None:
         epoch = board.current_epoch()

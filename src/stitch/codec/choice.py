@@ -9,7 +9,7 @@ elements at large, rather than by encoding twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -35,8 +35,10 @@ quarter smaller, but takes several times as long and some 50 bytes of memory for
 """
 _LEAST_SAVED_BITS = 0.4
 """What `ranks` must save per change, some 3 %: it reads the whole bucket, and takes its time."""
-_CLASS_BITS, _STREAMS_BITS = 50, 700
-"""What a class costs `ranks` in its table, and what the two streams of `gaps` cost before all."""
+_CLASS_BITS = 50
+"""What a class costs `ranks` in its table and until its models have learnt."""
+_STREAMS_BITS, _SHORT_STREAM_BITS = 400, 2
+"""What the streams of `gaps` cost on top of the changes: at most, and at most for each change."""
 _CLASSES = 256
 _SAMPLE, _NUM_RUNS = 4096, 32
 """Elements that are looked at, and in how many runs those at large lie."""
@@ -54,6 +56,14 @@ def allowed_encodings(decode: str) -> tuple[str, ...]:
     if decode not in ("any", "changed"):
         raise UsageError(f"decode {decode!r} is not one of any, changed")
     return tuple(name for name, made in ENCODINGS.items() if decode in ("any", made.reads))
+
+
+def needed_decode(encodings: Iterable[str]) -> Decode | None:
+    """The strictest `decode` that allows all of these; None if this release lacks one of them."""
+    names = {name for name in encodings if name != "absent"}
+    if not names <= ENCODINGS.keys():
+        return None
+    return "changed" if names <= set(allowed_encodings("changed")) else "any"
 
 
 def check_choice(encoding: str, decode: str) -> None:
@@ -116,7 +126,8 @@ def _saved_bits(in_changed: Classes, in_all: Classes, num_changed: int, num_elem
     num_classes = int(np.count_nonzero(sampled))
     # Samples look more informative than they are, by this much on average (Miller and Madow).
     luck = num_changed * num_classes * (1 / in_changed.size + 1 / in_all.size) / (2 * math.log(2))
-    return at_once - per_class - luck + _STREAMS_BITS - _CLASS_BITS * num_classes
+    streams = min(_STREAMS_BITS, _SHORT_STREAM_BITS * num_changed)
+    return at_once - per_class - luck + streams - _CLASS_BITS * num_classes
 
 
 def _entropy_bits(share: Shares) -> Shares:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from stitch.board import Run
 from stitch.codec import PatchEncoder
+from stitch.codec.choice import Decode
 from stitch.errors import (
     PublishConflictError,
     RetryableError,
@@ -44,6 +45,8 @@ class Pipeline:
         baseline: Mirror,
         epoch: EpochRecord,
         *,
+        encoding: str = "auto",
+        decode: Decode = "any",
         threads: int | None = None,
         retry: RetryPolicy,
         pause: Callable[[float], object] = time.sleep,
@@ -52,6 +55,8 @@ class Pipeline:
         self.run = run
         self.baseline = baseline
         self.epoch = epoch
+        self.encoding = encoding
+        self.decode = decode
         self.threads = threads
         self._retry = retry
         self._pause = pause
@@ -75,7 +80,12 @@ class Pipeline:
         attempt = f"{self.epoch.writer}-{self._num_attempts}"
         version = self.ref.version + 1
         encoder = PatchEncoder(
-            self.baseline.weights, snapshot, before=self.baseline.digests, threads=self.threads
+            self.baseline.weights,
+            snapshot,
+            before=self.baseline.digests,
+            encoding=self.encoding,
+            decode=self.decode,
+            threads=self.threads,
         )
         blobs = self._upload(version, attempt, encoder.parts())
         manifest = Manifest(

@@ -120,6 +120,8 @@ class Publisher:
             lineage.run,
             lineage.baseline,
             lineage.epoch,
+            encoding=settings.encoding,
+            decode=settings.decode,
             threads=settings.threads,
             retry=settings.retry,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from stitch.codec.choice import Decode, check_choice
 from stitch.errors import UsageError
 from stitch.publish.retry import RetryPolicy
 
@@ -24,6 +25,12 @@ class PublisherSettings:
     """What `publish` copies to the host: every tensor whole, or ("device") only what changed since
     the snapshot before, found where the tensors live. That needs room for the view there once
     more, and host memory for an eighth of it. The first two snapshots are still whole copies."""
+    encoding: str = "auto"
+    """How changes are encoded; "auto": each bucket by the encoding that is likely the smallest."""
+    decode: Decode = "any"
+    """What decoding may read of the old weights: any words, or ("changed") only those that change,
+    for replicas that keep no host copy. Patches then hold `gaps` only and are nearly twice as
+    large."""
     anchor_every: int | None = None
     """Store every n-th version whole, too."""
     threads: int | None = None
@@ -38,6 +45,7 @@ class PublisherSettings:
             raise UsageError(f"when_busy must be 'coalesce' or 'block', got {self.when_busy!r}")
         if self.snapshot not in ("host", "device"):
             raise UsageError(f"snapshot must be 'host' or 'device', got {self.snapshot!r}")
+        check_choice(self.encoding, self.decode)
         for name in ("anchor_every", "threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
