@@ -60,20 +60,38 @@ def test_an_engine_address_means_to_attach_with_a_token_from_a_file(
     assert "holds no token" in line
 
 
+def test_what_follows_two_dashes_is_the_engines(
+    stitch: Program, served: list[ReplicaConfig]
+) -> None:
+    own = ["--board", "b", "--model", "m", "--engine", "vllm", "--engine-python", "/e/bin/python"]
+    assert stitch("serve", *own, "--", "--max-model-len", "512", "--x={1, 2}").code == 0
+    (config,) = served
+    assert (config.engine, config.engine_python) == ("vllm", Path("/e/bin/python"))
+    assert config.engine_args == ("--max-model-len", "512", "--x={1, 2}")
+
+
+ATTACH = ["--board", "b", "--model", "m", "--engine-url", "http://127.0.0.1:1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "m"], "no board is given"),
         (["--board", "b"], "model is not set: give --model"),
         (["--board", "b", "--model", "m", "--port", "x"], "port must be a whole number"),
-        (["--board", "b", "--model", "m", "--engine", "other"], "one of embedded, attach"),
-        (["--board", "b", "--model", "m", "--", "--dtype", "x"], "nothing may follow `--`"),
+        (["--board", "b", "--model", "m", "--engine", "other"], "one of embedded, vllm, attach"),
+        ([*ATTACH, "--", "--dtype", "x"], "takes no arguments"),
         (["--board", "b", "--model", "m", "--admin-token", "x"], "unrecognized arguments"),
     ],
 )
 def test_mistakes_are_named(
-    stitch: Program, served: list[ReplicaConfig], arguments: list[str], words: str
+    stitch: Program,
+    served: list[ReplicaConfig],
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("STITCH_SERVE_ENGINE_TOKEN", "secret")
     assert words in stitch.fails(exits.USAGE, "serve", *arguments)
     assert served == []
 

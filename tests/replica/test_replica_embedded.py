@@ -15,7 +15,7 @@ from stitch.errors import FatalReplicaError
 from stitch.publish import Publisher
 from stitch.replica.app import ReplicaApp
 from stitch.replica.config import ReplicaConfig
-from stitch.replica.hosts import EmbeddedHost
+from stitch.replica.hosts import StartedHost
 from stitch.replica.run import serve_until
 from stitch.tensors import HostWeights, open_checkpoint
 from stitch.testing.published import digest_of
@@ -36,7 +36,7 @@ async def test_it_serves_the_newest_version_and_fails_loudly_when_the_engine_is_
             publisher.publish(weights).wait()
     settings = QUICK | {"board": str(tmp_path / "board"), "model": model}
     config = ReplicaConfig(**(settings | {"engine_start_timeout_s": 90.0}))
-    host, stop = EmbeddedHost(config), asyncio.Event()
+    host, stop = StartedHost(config), asyncio.Event()
     apps: asyncio.Queue[ReplicaApp] = asyncio.Queue()
     ended = asyncio.create_task(
         serve_until(config, host, stop, lambda app, _: apps.put_nowait(app))

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run a replica: a proxy in front of an engine that is kept on the run's newest
-version. By default it starts the embedded engine on the model; with --engine-url it
-attaches to an engine that offers Stitch's control interface. Every setting may also
+version. By default it starts the embedded engine on the model, with --engine vllm a
+vLLM; what follows `--` is passed to it. With --engine-url it attaches to an engine
+that offers Stitch's control interface. Every setting may also
 come from the file's [serve] table or from STITCH_SERVE_<NAME>. Its address is printed
 (with --json, as the one object) as soon as it listens; events are logged on stderr.
 SIGTERM and SIGINT end it cleanly."""
@@ -29,7 +30,7 @@ ALIASES = {"replica_id": "--id", "url": "--advertise-url", "poll_interval_s": "-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, ReplicaConfig, skip={"board", "run"}, aliases=ALIASES)
+    add_flags(parser, ReplicaConfig, skip={"board", "run", "engine_args"}, aliases=ALIASES)
     for name, what in (("engine", "the engine's control token"), ("admin", "the admin token")):
         parser.add_argument(
             f"--{name}-token-file", metavar="FILE", type=Path, help=f"file that holds {what}"
@@ -39,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     from stitch.replica.run import serve
 
-    if context.rest:
-        raise UsageError(f"nothing may follow `--`, got {' '.join(context.rest)!r}")
     config = replica_config(args, context)
     logging.getLogger("stitch").setLevel(logging.INFO)
 
@@ -59,6 +58,7 @@ def replica_config(args: argparse.Namespace, context: Context) -> ReplicaConfig:
     }
     flags["board"] = context.board_address
     flags["run"] = context.settings.run
+    flags["engine_args"] = tuple(context.rest) or None
     for name in ("engine", "admin"):
         file: Path | None = getattr(args, f"{name}_token_file")
         if file is not None:

@@ -30,13 +30,17 @@ class ReplicaConfig:
     port: int = setting(8000, help="port to listen on; 0 takes a free one")
     url: str | None = setting(None, help="address that clients reach it at (default: HOST:PORT)")
 
-    engine: Literal["embedded", "attach"] = setting(
-        "embedded", help="start the embedded engine, or attach to a running one"
+    engine: Literal["embedded", "vllm", "attach"] = setting(
+        "embedded", help="engine to start (embedded or vllm), or attach to a running one"
     )
+    engine_python: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
+        None, help="interpreter of the environment that vLLM is installed in (default: this one)"
+    )
+    engine_args: tuple[str, ...] = setting((), help="the engine's own arguments, passed on")
     engine_url: str | None = setting(None, help="address of the engine to attach to")
     engine_token: str | None = setting(None, help="its control token", secret=True)
-    engine_port: int = setting(0, help="port of the embedded engine; 0 takes a free one")
-    served_model_name: str | None = setting(None, help="model name in the embedded engine's API")
+    engine_port: int = setting(0, help="port of a started engine; 0 takes a free one")
+    served_model_name: str | None = setting(None, help="model name in a started engine's API")
     dtype: str = setting(
         "auto", help="what the embedded engine computes in: bfloat16, float32, or the faster one"
     )
@@ -84,6 +88,8 @@ class ReplicaConfig:
             )
         if self.engine == "attach" and not (self.engine_url and self.engine_token):
             raise UsageError("engine 'attach' needs engine_url and engine_token (the environment)")
+        if self.engine == "attach" and self.engine_args:
+            raise UsageError("an engine that runs already takes no arguments")
         for name in ("poll_interval_s", "heartbeat_interval_s", "watchdog_interval_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stitch.board import Run
 from stitch.engines.control import ControlClient
 from stitch.engines.launch import EngineProcess, embedded_command, free_port, new_token
 from stitch.engines.port import Engine
+from stitch.engines.vllm.launch import vllm_command, vllm_environment
 from stitch.errors import EngineUnreachableError, FatalReplicaError
 from stitch.replica.config import ReplicaConfig
 from stitch.types import Schema
@@ -71,11 +74,54 @@ class AttachedHost:
         return None
 
 
-class EmbeddedHost:
-    """The embedded engine as a child process; it dies with the replica."""
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How an engine is started: its command line and what is added to the environment."""
+
+    command: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def _launch_embedded(config: ReplicaConfig, port: int, view: str) -> Launch:
+    command = embedded_command(
+        config.model,
+        port=port,
+        served_model_name=config.served_model_name,
+        dtype=config.dtype,
+        device=config.device,
+        max_slots=config.max_slots,
+        max_len=config.max_len,
+        threads=config.threads,
+        view=view,
+    )
+    return Launch(command=[*command, *config.engine_args])
+
+
+def _launch_vllm(config: ReplicaConfig, port: int, view: str) -> Launch:
+    command = vllm_command(
+        config.model,
+        port=port,
+        served_model_name=config.served_model_name,
+        python=config.engine_python,
+        view=view,
+        args=config.engine_args,
+    )
+    return Launch(command=command, env=vllm_environment(view))
+
+
+LAUNCHERS: Mapping[str, Callable[[ReplicaConfig, int, str], Launch]] = {
+    "embedded": _launch_embedded,
+    "vllm": _launch_vllm,
+}
+"""Engines that a replica can start -> how, from its settings, a port and the run's view."""
+
+
+class StartedHost:
+    """An engine as a child process; it dies with the replica."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
+        self._launch = LAUNCHERS[config.engine]
         self._port = config.engine_port or free_port()
         self.base_url = f"http://127.0.0.1:{self._port}"
         self._token = new_token()
@@ -118,29 +164,19 @@ class EmbeddedHost:
             await outcome.stop()
 
     async def _start(self, view: str) -> EngineProcess:
-        config = self._config
-        command = embedded_command(
-            config.model,
-            port=self._port,
-            served_model_name=config.served_model_name,
-            dtype=config.dtype,
-            device=config.device,
-            max_slots=config.max_slots,
-            max_len=config.max_len,
-            threads=config.threads,
-            view=view,
-        )
+        launch = self._launch(self._config, self._port, view)
         return await EngineProcess.start(
-            command,
+            launch.command,
             base_url=self.base_url,
             token=self._token,
-            ready_timeout_s=config.engine_start_timeout_s,
+            env=launch.env,
+            ready_timeout_s=self._config.engine_start_timeout_s,
         )
 
 
 def host_for(config: ReplicaConfig) -> EngineHost:
-    if config.engine == "embedded":
-        return EmbeddedHost(config)
+    if config.engine in LAUNCHERS:
+        return StartedHost(config)
     assert config.engine_url is not None
     assert config.engine_token is not None
     return AttachedHost(
