@@ -154,17 +154,22 @@ def push() -> Callable[..., Any]:
 
 @cache
 def measure() -> Callable[..., Any]:
-    """(counts, widths): widths (TOKENS,) that sum to TOTAL, near the shares of counts (TOKENS,).
+    """(counts, widths, starts, inverses, table) -> (tokens, bytes): what `push` needs.
 
-    They are 0 only where the count is.
+    Widths (TOKENS,) sum to TOTAL, near the shares of counts (TOKENS,); 0 only where the count is.
+    Those of tokens up to the last in use go to table, as they travel; returns how many and their
+    bytes.
     """
 
-    def loop(counts, widths):  # type: ignore[no-untyped-def]
+    def loop(counts, widths, starts, inverses, table):  # type: ignore[no-untyped-def]
         total = np.int64(0)
+        used = np.int64(0)
         for token in range(TOKENS):
             total += counts[token]
+            if counts[token] > 0:
+                used = np.int64(token) + 1
         left = np.int64(TOTAL)
-        for token in range(TOKENS):
+        for token in range(used):
             width = np.int64(counts[token] * TOTAL / total + 0.5)
             if counts[token] > 0 and width == 0:
                 width = np.int64(1)
@@ -174,7 +179,7 @@ def measure() -> Callable[..., Any]:
             # Where one more or one less changes the size least for the worse.
             best = -1
             least = 0.0
-            for token in range(TOKENS):
+            for token in range(used):
                 if widths[token] > 1 or (left > 0 and widths[token] > 0):
                     cost = counts[token] / widths[token]
                     if left > 0:
@@ -185,23 +190,63 @@ def measure() -> Callable[..., Any]:
             change = 1 if left > 0 else -1
             widths[best] = np.int64(widths[best]) + change
             left -= change
+        start = np.int64(0)
+        size = 0
+        for token in range(used):
+            width = np.int64(widths[token])
+            starts[token] = start
+            start += width
+            # A quotient by this, rounded down, is exact for all numbers below 2^32.
+            inverses[token] = (1.0 + 2.0**-50) / max(1, width)
+            if width >= 128:
+                table[size] = np.uint8(width & 127 | 128)
+                size += 1
+                width >>= 7
+            table[size] = np.uint8(width)
+            size += 1
+        return used, size
 
-    return compiled(loop, types.void, input_array(types.int64), output_array(types.uint32))
+    return compiled(
+        loop,
+        types.UniTuple(types.int64, 2),
+        input_array(types.int64),
+        output_array(types.uint32),
+        output_array(types.uint32),
+        output_array(types.float64),
+        output_array(types.uint8),
+    )
 
 
 @cache
 def fill_slots() -> Callable[..., Any]:
-    """(widths, slots): the table of `read` from widths (n,), which sum to TOTAL."""
+    """(table, tokens, slots) -> bytes: the slots of `read` from widths as they travel.
 
-    def loop(widths, slots):  # type: ignore[no-untyped-def]
+    Returns how many bytes of the table the widths of all tokens took, or -1 if they do not sum to
+    TOTAL or the last is 0.
+    """
+
+    def loop(table, tokens, slots):  # type: ignore[no-untyped-def]
         at = 0
-        for token in range(widths.size):
-            width = widths[token]
+        start = np.int64(0)
+        width = np.int64(0)
+        for token in range(tokens):
+            if at + 1 >= table.size:
+                return -1
+            width = np.int64(table[at])
+            at += 1
+            if width >= 128:
+                width += (np.int64(table[at]) << 7) - 128
+                at += 1
+            if start + width > TOTAL:
+                return -1
             for offset in range(width):
-                slots[at + offset] = np.uint32((width - 1) << 20 | offset << 8 | token)
-            at += width
+                slots[start + offset] = np.uint32((width - 1) << 20 | offset << 8 | token)
+            start += width
+        return at if start == TOTAL and width > 0 else -1
 
-    return compiled(loop, types.void, input_array(types.int64), output_array(types.uint32))
+    return compiled(
+        loop, types.int64, input_array(types.uint8), types.int64, output_array(types.uint32)
+    )
 
 
 @cache

@@ -68,27 +68,16 @@ def write(numbers: Numbers) -> bytes:
     bits = np.empty(numbers.size * max(1, numbers.itemsize // 4) + 2, np.uint32)
     code = numbers.dtype.str[1:]
     num_bit_words = bin_loops.tokenise(code)(numbers, shift, fine, tokens, counts, bits)
-    widths = np.empty(TOKENS, np.uint32)
-    bin_loops.measure()(counts, widths)
-    starts = (np.cumsum(widths) - widths).astype(np.uint32)
-    inverses = (1.0 + 2.0**-50) / np.maximum(widths, 1)
+    widths, starts = np.empty((2, TOKENS), np.uint32)
+    inverses = np.empty(TOKENS)
+    table = np.empty(2 * TOKENS, np.uint8)
+    used, table_bytes = bin_loops.measure()(counts, widths, starts, inverses, table)
     words = np.empty(numbers.size + 1, np.uint16)
     states = np.empty(STATES, np.uint64)
     first = bin_loops.push()(tokens, widths, starts, inverses, words, states)
-    used = int(np.flatnonzero(widths)[-1]) + 1
     head = _HEAD.pack(shift, fine, used - 1, *states.tolist(), words.size - first)
-    table = _write_widths(widths[:used])
-    return b"".join([head, table, words[first:].tobytes(), bits[:num_bit_words].tobytes()])
-
-
-def _write_widths(widths: npt.NDArray[np.uint32]) -> bytes:
-    table = bytearray()
-    for width in widths.tolist():
-        if width >= 0x80:
-            table.append(width & 0x7F | 0x80)
-            width >>= 7
-        table.append(width)
-    return bytes(table)
+    arrays = table[:table_bytes], words[first:], bits[:num_bit_words]
+    return b"".join([head, *(array.tobytes() for array in arrays)])
 
 
 def read(body: memoryview, count: int, dtype: np.dtype[Any], what: str) -> Numbers:
@@ -103,7 +92,13 @@ def read(body: memoryview, count: int, dtype: np.dtype[Any], what: str) -> Numbe
         raise CorruptPatchError(
             f"{what}: token {last} of {fine} bits, shifted by {shift}, is not of {dtype}"
         )
-    widths, start = _read_widths(body, last + 1, what)
+    # Two zeros more, so that the last width may seem to take two bytes.
+    table = np.frombuffer(bytes(body[_HEAD.size : _HEAD.size + 2 * TOKENS]) + bytes(2), np.uint8)
+    slots = np.empty(TOTAL, np.uint32)
+    table_bytes = bin_loops.fill_slots()(table, last + 1, slots)
+    if table_bytes < 0:
+        raise CorruptPatchError(f"{what}: widths of {last + 1} tokens do not sum to {TOTAL}")
+    start = _HEAD.size + table_bytes
     words_end = start + 2 * num_words
     if words_end > len(body) or (len(body) - words_end) % 4 or min(states) < LOWEST_STATE:
         raise CorruptPatchError(f"{what}: the parts of a binned stream do not fit its length")
@@ -116,8 +111,6 @@ def read(body: memoryview, count: int, dtype: np.dtype[Any], what: str) -> Numbe
     ends = np.zeros(2, np.uint64)
     left = np.array(states, np.uint64)
     code = dtype.str[1:]
-    slots = np.empty(TOTAL, np.uint32)
-    bin_loops.fill_slots()(widths, slots)
     verdict = bin_loops.read(code)(
         slots, shift, fine, words, bits, num_bit_words, left, numbers, ends
     )
@@ -131,21 +124,3 @@ def read(body: memoryview, count: int, dtype: np.dtype[Any], what: str) -> Numbe
     ):
         raise CorruptPatchError(f"{what}: the binned stream does not hold {count} numbers")
     return numbers
-
-
-def _read_widths(body: memoryview, size: int, what: str) -> tuple[npt.NDArray[np.int64], int]:
-    """The widths (size,) of the tokens, and the offset of what follows."""
-    widths = []
-    at = _HEAD.size
-    table = bytes(body[at : at + 2 * size])
-    at = 0
-    for _ in range(size):
-        byte = table[at] if at < len(table) else 0
-        at += 1
-        if byte >= 0x80:
-            byte = byte & 0x7F | (table[at] if at < len(table) else 0) << 7
-            at += 1
-        widths.append(byte)
-    if at > len(table) or sum(widths) != TOTAL or not widths[-1]:
-        raise CorruptPatchError(f"{what}: the widths of {size} tokens do not sum to {TOTAL}")
-    return np.array(widths, np.int64), _HEAD.size + at
