@@ -31,8 +31,8 @@ class Rank(Protocol):
         """Find where every element lives and prove it against the reader; the weights stay.
 
         Must run while no request is served, with the reader's weights loaded. Answers `rank`,
-        `world`, `names` (what Agreement needs), `notes` (texts for the start-up log) and `seconds_s`.
-        Asked again, it answers the same.
+        `world`, `notes` (texts for the start-up log), `seconds_s` and what Agreement needs. Asked
+        again, it answers the same.
         """
         ...
 
