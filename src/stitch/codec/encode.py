@@ -28,6 +28,7 @@ class _Encoded:
     encoding: str
     num_changed: int
     payload: bytes
+    checksum: str
     gains: list[tuple[int, Lanes]]
     """(tensor, what its digest lanes gain)."""
 
@@ -149,13 +150,16 @@ class PatchEncoder:
     def _encode(self, bucket: Bucket) -> _Encoded:
         changes = find_changes(bucket, self._old, self._new)
         if not changes.num_changed:
-            return _Encoded(bucket=bucket, encoding="absent", num_changed=0, payload=b"", gains=[])
+            return _Encoded(
+                bucket=bucket, encoding="absent", num_changed=0, payload=b"", checksum="", gains=[]
+            )
         name, payload = encode_changes(changes, self._encoding, self._decode)
         return _Encoded(
             bucket=bucket,
             encoding=name,
             num_changed=changes.num_changed,
             payload=payload,
+            checksum=payload_checksum(payload),
             gains=[(p.tensor, g) for p, g in zip(bucket.slices, changes.gains, strict=True)],
         )
 
@@ -167,7 +171,7 @@ class PatchEncoder:
                 num_changed=result.num_changed,
                 offset=0,
                 num_bytes=len(result.payload),
-                checksum=payload_checksum(result.payload),
+                checksum=result.checksum,
             )
             for result in part.encoded
         ]

@@ -25,8 +25,9 @@ def ordered(
 ) -> Iterator[Result]:
     """Yield `function(item)` for each item, in order, from `threads` threads.
 
-    At most `threads + 1` results wait or are being made at any time. The first error is raised in
-    its place, and nothing more is started after it or after the iterator is closed.
+    At most `2 * threads` results wait, are being made or are next in line at any time, so that no
+    thread waits for whoever takes the results. The first error is raised in its place, and nothing
+    more is started after it or after the iterator is closed.
     """
     threads = default_threads() if threads is None else threads
     if threads <= 1:
@@ -35,7 +36,7 @@ def ordered(
     source = iter(items)
     with ThreadPoolExecutor(threads, thread_name_prefix="stitch-codec") as pool:
         waiting: deque[Future[Result]] = deque(
-            pool.submit(function, item) for item in islice(source, threads + 1)
+            pool.submit(function, item) for item in islice(source, 2 * threads)
         )
         try:
             while waiting:
