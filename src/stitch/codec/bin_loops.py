@@ -197,7 +197,7 @@ def measure() -> Callable[..., Any]:
             starts[token] = start
             start += width
             # A quotient by this, rounded down, is exact for all numbers below 2^32.
-            inverses[token] = (1.0 + 2.0**-50) / max(1, width)
+            inverses[token] = (1.0 + 2.0**-50) / (width if width > 0 else 1)
             if width >= 128:
                 table[size] = np.uint8(width & 127 | 128)
                 size += 1
