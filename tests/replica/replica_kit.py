@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
-from stitch.engines.port import Engine, EngineDescription
-from stitch.errors import StitchError
+from stitch.engines.port import CommitReceipt, Engine, EngineDescription
+from stitch.errors import EngineUnreachableError, StitchError
 from stitch.replica.app import ReplicaApp
 from stitch.replica.config import ReplicaConfig
 from stitch.replica.hosts import AttachedHost
@@ -25,7 +26,8 @@ from stitch.testing.published import PublishedRun
 from stitch.types import ReplicaState, VersionRef
 
 TOKEN = "a control token for tests"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+"""For what must happen; only a test that fails waits so long."""
 
 
 async def until(condition: Callable[[], Any], what: str = "the condition") -> Any:
@@ -238,10 +240,10 @@ QUICK: dict[str, Any] = {
     "poll_interval_s": 0.05,
     "heartbeat_interval_s": 0.3,
     "watchdog_interval_s": 0.05,
-    "engine_start_timeout_s": 5.0,
-    "engine_timeout_s": 5.0,
-    "engine_down_budget_s": 5.0,
-    "commit_resolve_s": 5.0,
+    "engine_start_timeout_s": DEADLINE_S,
+    "engine_timeout_s": DEADLINE_S,
+    "engine_down_budget_s": DEADLINE_S,
+    "commit_resolve_s": DEADLINE_S,
     "max_backoff_s": 0.3,
     "drain_s": 0.2,
     "replica_id": "one",
@@ -291,6 +293,25 @@ async def replica_of(
             engine.faults.release.set()
             with contextlib.suppress(StitchError):
                 await asyncio.wait_for(ended, DEADLINE_S)
+
+
+def hold_commits(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """From now on commits do not reach the engine, and their callers wait for an answer.
+
+    Setting the event breaks those off that wait; later ones pass.
+    """
+    assert replica.app._committer is not None
+    engine = replica.app._committer.engine
+    real, lost = engine.commit, asyncio.Event()
+
+    async def commit(stage_id: str) -> CommitReceipt:
+        if lost.is_set():
+            return await real(stage_id)
+        await lost.wait()
+        raise EngineUnreachableError("the commit was lost on its way")
+
+    monkeypatch.setattr(engine, "commit", commit)
+    return lost
 
 
 def engine_at(published: PublishedRun, version: int, **options: Any) -> FakeEngine:

@@ -8,12 +8,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from replica_kit import Replica, engine_at, replica_of, until
+from replica_kit import Replica, engine_at, hold_commits, replica_of, until
 from test_replica_faults import flip
 from test_replica_life import publish_more, serves_bits_of
 
 from stitch.engines.control_routes import _Routes
-from stitch.errors import FatalReplicaError
+from stitch.errors import EngineUnreachableError, FatalReplicaError
 from stitch.testing.fake_engine import FakeEngine
 from stitch.testing.published import PublishedRun
 
@@ -35,6 +35,10 @@ def restart(engine: FakeEngine, published: PublishedRun) -> None:
 async def hangs_in_commit(replica: Replica, published: PublishedRun) -> None:
     await replica.serves(3)
     replica.engine.faults.hang.add("commit")
+    await comes_to_a_commit(replica, published)
+
+
+async def comes_to_a_commit(replica: Replica, published: PublishedRun) -> None:
     await asyncio.to_thread(publish_more, published, 1)
     await until(lambda: replica.app.gate.is_closed, "the commit")
 
@@ -61,15 +65,20 @@ async def test_requests_held_by_a_commit_are_not_admitted_when_a_stop_interrupts
 
 
 async def test_requests_held_by_a_commit_that_cannot_be_resolved_are_not_admitted(
-    published: PublishedRun,
+    published: PublishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def discard() -> None:
+        raise EngineUnreachableError("no answer")
+
     engine = engine_at(published, 0, stamps_versions=False)
-    async with replica_of(
-        published, engine, engine_timeout_s=0.2, commit_resolve_s=0.2, drain_s=2.0
-    ) as replica:
-        await hangs_in_commit(replica, published)
-        engine.faults.hang.add("discard")
+    async with replica_of(published, engine, commit_resolve_s=0.2, drain_s=2.0) as replica:
+        await replica.serves(3)
+        lost = hold_commits(replica, monkeypatch)
+        assert replica.app._committer is not None
+        monkeypatch.setattr(replica.app._committer.engine, "discard", discard)
+        await comes_to_a_commit(replica, published)
         held = await waiting_requests(replica, 4)
+        lost.set()
         assert isinstance(await replica.failure(), FatalReplicaError)
         assert set(await outcomes(held)) <= {503, 0}
         assert engine.requests == []
@@ -104,13 +113,17 @@ async def test_answers_of_something_else_than_the_control_interface_are_waited_o
 
 
 async def test_requests_held_by_a_commit_in_which_the_engine_restarted_wait_for_its_proof(
-    published: PublishedRun,
+    published: PublishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_at(published, 0, stamps_versions=False)
-    async with replica_of(published, engine, engine_timeout_s=0.2) as replica:
-        await hangs_in_commit(replica, published)
+    async with replica_of(published, engine) as replica:
+        await replica.serves(3)
+        lost = hold_commits(replica, monkeypatch)
+        await comes_to_a_commit(replica, published)
         held = await waiting_requests(replica, 4)
         restart(engine, published)
+        engine.faults.hang |= {"bind", "verify"}  # so that it is not proven before it may be
+        lost.set()
         assert set(await outcomes(held)) == {503}
         assert engine.requests == []
         engine.faults.hang.clear()

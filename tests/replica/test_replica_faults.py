@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from replica_kit import engine_at, replica_of, until
+from replica_kit import engine_at, hold_commits, replica_of, served, until
 from test_replica_life import publish_more, serves_bits_of
 
 from stitch.errors import BaseMismatchError, FatalReplicaError
@@ -124,11 +124,14 @@ async def test_a_failed_transaction_is_undone_and_tried_again(
     engine = engine_at(published, 0)
     async with replica_of(published, engine) as replica:
         await replica.serves(3)
+        status, told = replica.app.status, []
+        status.listeners.append(lambda: told.append((status.state, status.last_error)))
         setattr(engine.faults, f"{verb}_failures", 2)
         await asyncio.to_thread(publish_more, published, 1)
-        await until(lambda: replica.app.status.state is ReplicaState.ERROR)
-        assert "EngineError" in replica.app.status.last_error
         await serves_bits_of(replica, published, 4)
+        errors = [error for state, error in told if state is ReplicaState.ERROR]
+        assert len(errors) == 2
+        assert all("EngineError" in error for error in errors)
         assert not replica.app.gate.is_closed
 
 
@@ -159,17 +162,17 @@ async def test_a_commit_whose_reply_is_lost_is_found_to_have_happened(
 
 
 async def test_a_commit_that_never_reached_the_engine_is_found_not_to_have_happened(
-    published: PublishedRun,
+    published: PublishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_at(published, 0)
-    async with replica_of(published, engine, engine_timeout_s=0.3) as replica:
+    async with replica_of(published, engine) as replica:
         await replica.serves(3)
-        engine.faults.hang.add("commit")
+        lost = hold_commits(replica, monkeypatch)
         await asyncio.to_thread(publish_more, published, 1)
         await until(lambda: replica.app.gate.is_closed)
-        engine.faults.hang.clear()
-        engine.faults.release.set()
+        lost.set()
         await serves_bits_of(replica, published, 4)
+        assert "did not happen" in replica.app.status.last_error
 
 
 async def test_an_engine_whose_undo_fails_ends_the_replica(published: PublishedRun) -> None:
@@ -296,8 +299,6 @@ async def test_a_wrong_control_token_is_said_to_be_one(published: PublishedRun) 
     async with replica_of(published) as replica:
         await replica.serves(3)
     engine = engine_at(published, 0)
-    from replica_kit import served
-
     async with served(engine) as url:
         from stitch.engines.control import ControlClient
         from stitch.errors import UsageError

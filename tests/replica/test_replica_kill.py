@@ -55,6 +55,7 @@ def holds_what_its_label_says(engine: FakeEngine, published: PublishedRun) -> in
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("failpoint", "served_after"),
     [

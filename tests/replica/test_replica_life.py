@@ -265,8 +265,9 @@ async def test_a_flood_of_wake_ups_is_not_passed_on_to_the_board(
         began_s = time.monotonic()
         for _ in range(200):
             await replica.post("/wake")
+        await until(lambda: num_looks, "a look")
         took_s = time.monotonic() - began_s
-        assert 1 <= num_looks <= took_s / MIN_LOOK_INTERVAL_S + 2
+        assert num_looks <= took_s / MIN_LOOK_INTERVAL_S + 2
 
 
 async def test_an_engine_that_outlived_its_sidecar_is_proven_where_it_stands(
