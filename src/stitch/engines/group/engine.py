@@ -159,10 +159,11 @@ class GroupEngine:
             if stage is None or stage.stage_id != stage_id:
                 held = "none" if stage is None else repr(stage.stage_id)
                 raise EngineError(f"stage {stage_id!r} is not held; staged: {held}")
+            self._staged = None  # whatever comes of it, it cannot be committed another time
             pause_ms = await self._paused(
                 f"commit of {stage.target}", "commit", "undo", stage, stage.target
             )
-            self._staged, self._last = None, stage
+            self._last = stage
             self._receipt = CommitReceipt(
                 ref=stage.target, pause_ms=pause_ms, num_changed=stage.num_changed
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from pathlib import Path
@@ -50,7 +51,7 @@ class StitchEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Learn where every tensor lives, before requests are taken; what fails ends the server."""
-        logging.getLogger("stitch").setLevel(logging.INFO)
+        _log_to_stderr()
         config = engine_client.vllm_config
         _check_setup(config, args)
         directory, view = Path(config.model_config.model), os.environ.get(VIEW_ENV, "bf16")
@@ -66,11 +67,19 @@ class StitchEndpoint:
         self._control.serve(engine, schema)
 
 
+def _log_to_stderr() -> None:
+    """vLLM sets up its own loggers only."""
+    log = logging.getLogger("stitch")
+    log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        log.addHandler(handler)
+
+
 def _check_setup(config: Any, args: Any) -> None:
     parallel = config.parallel_config
-    if parallel.worker_extension_cls != WORKER_EXTENSION and not _is_ours(
-        parallel.worker_extension_cls
-    ):
+    if not _is_ours(parallel.worker_extension_cls):
         raise UsageError(f"start vLLM with --worker-extension-cls {WORKER_EXTENSION}")
     if parallel.data_parallel_size > 1 or (getattr(args, "api_server_count", 1) or 1) > 1:
         raise UsageError(
@@ -82,10 +91,11 @@ def _check_setup(config: Any, args: Any) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether the worker extension is a class that extends ours."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    return bool(name) and hasattr(resolve_obj_by_qualname(name), "stitch_call")
+    """Whether the worker extension is ours, or a class that extends it."""
+    if name == WORKER_EXTENSION or not name:
+        return bool(name)
+    module, _, attribute = name.rpartition(".")
+    return hasattr(getattr(importlib.import_module(module), attribute), "stitch_call")
 
 
 def _schema_of(directory: Path, view: str) -> Schema:
