@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -35,7 +37,7 @@ class Served:
         await self._runner.cleanup()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], deadline_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], deadline_s: float = 60.0) -> None:
     """Wait for a condition that only asking can tell."""
     async with asyncio.timeout(deadline_s):
         while not await condition():  # noqa: ASYNC110 - it holds in another process or thread
@@ -43,10 +45,20 @@ async def until(condition: Callable[[], Awaitable[bool]], deadline_s: float = 30
 
 
 class PacedModel(LoadedModel):
-    """A tiny model whose steps take as long as a larger one's, so that tests can act meanwhile."""
+    """A tiny model whose steps take as long as a larger one's, so that tests can act meanwhile.
+
+    Nor does a step begin before the test's event loop has turned: however slowly that goes, what
+    takes a test some hundred turns happens within as many tokens.
+    """
+
+    aio: asyncio.AbstractEventLoop
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         time.sleep(0.004)
+        turned = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the test is over, the loop is closed
+            self.aio.call_soon_threadsafe(turned.set)
+            turned.wait(60)
         return super().forward(*args, **kwargs)
 
 
@@ -62,4 +74,5 @@ def embedded_app(
     if paced:
         parts = {field.name: getattr(loaded, field.name) for field in dataclasses.fields(loaded)}
         loaded = PacedModel(**parts)
+        object.__setattr__(loaded, "aio", asyncio.get_running_loop())
     return build_app(loaded, ServerOptions(model_name="tiny", **limits), token=TOKEN)

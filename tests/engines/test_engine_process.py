@@ -41,7 +41,7 @@ def running(pid: int) -> bool:
     """Whether a process exists and is not merely waiting to be reaped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it goes while it is read
         return False
     return state not in "ZX"
 

@@ -50,6 +50,8 @@ class Faults:
     """The next call of these does its work, then looks unreachable."""
     pause_s: float = 0.0
     """How long a commit stops generation."""
+    commit_gate: asyncio.Semaphore | None = None
+    """If set, each commit that has stopped generation needs a permit to go on."""
     token_s: float = 0.0
     """Time per output token."""
     token_gate: asyncio.Semaphore | None = None
@@ -308,6 +310,8 @@ class FakeEngine:
 
     async def _write(self, stage: _Stage) -> None:
         await asyncio.sleep(self.faults.pause_s)
+        if self.faults.commit_gate is not None:
+            await self.faults.commit_gate.acquire()
         if self.faults.commit_failures:
             self.faults.commit_failures -= 1
             half = UpdateSet(stage.update.updates[: max(1, len(stage.update.updates) // 2)])
