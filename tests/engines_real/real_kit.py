@@ -1,0 +1,170 @@
+"""Starting real engines and talking to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models import difference, load
+
+from stitch.codec import DigestState
+from stitch.engines.control import ControlClient
+from stitch.engines.launch import free_port, new_token
+from stitch.engines.vllm.launch import vllm_command, vllm_environment
+from stitch.engines.wire import PREFIX, TOKEN_ENV
+from stitch.tensors import HostWeights
+from stitch.testing.engine_contract import BASE, Subject
+from stitch.types import VersionRef
+
+START_S = 600.0
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+}
+VLLM_ARGS = ("--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16")
+
+
+def vllm_python() -> str:
+    return os.environ["STITCH_VLLM_PYTHON"]
+
+
+def vllm_args(tp: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments and environment of a vLLM on `tp` ranks."""
+    if tp == 1:
+        return VLLM_ARGS, {}
+    cores = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:tp])
+    return (*VLLM_ARGS, "--tensor-parallel-size", str(tp)), {"VLLM_CPU_OMP_THREADS_BIND": cores}
+
+
+class RealVllm:
+    """One running vLLM with the plugin. `stop` it; it dies with this process in any case."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        tp: int = 1,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model, self.log = model, log
+        self.token = new_token()
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        own, environment = vllm_args(tp)
+        command = vllm_command(
+            model, port=port, served_model_name="tiny", python=vllm_python(), args=[*own, *args]
+        )
+        tether = [sys.executable, "-m", "stitch.engines.tether", str(os.getpid()), "--"]
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*tether, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={
+                    **os.environ,
+                    **QUIET,
+                    **environment,
+                    **vllm_environment(),
+                    **(env or {}),
+                    TOKEN_ENV: self.token,
+                },
+            )
+        self.last: HostWeights = load(model)
+        """What the latest test believes that the engine holds."""
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        request = urllib.request.Request(
+            f"{self.url}{PREFIX}/describe", headers={"Authorization": f"Bearer {self.token}"}
+        )
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                assert self.process.poll() is None, f"vLLM ended:\n{self.tail()}"
+                assert time.monotonic() < deadline_s, f"vLLM is not ready:\n{self.tail()}"
+                time.sleep(0.2)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+    def client(self) -> ControlClient:
+        return ControlClient(self.url, self.token, schema=self.last.schema, timeout_s=120)
+
+    def tokens(self, prompt: Sequence[int], num_tokens: int = 24, **more: Any) -> list[int]:
+        """Greedy tokens for a prompt of token ids."""
+        body = {
+            "model": "tiny",
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            found: list[int] = json.load(answer)["choices"][0]["token_ids"]
+        return found
+
+    async def fresh(self) -> Subject:
+        """A subject that holds the checkpoint's weights, whatever the test before left."""
+        client, base = self.client(), load(self.model)
+        wanted = digest_of(base)
+        now = await client.describe()
+        held = (await client.verify()).digest
+        if held != wanted and now.committed is not None:
+            await client.roll_back(BASE)
+            held = (await client.verify()).digest
+        if held != wanted:
+            assert held == digest_of(self.last), "the engine holds weights that no test left"
+            label = VersionRef("restoring", 0)
+            await client.bind(label, held)
+            await client.stage("back", label, BASE, difference(base, self.last))
+            await client.commit("back")
+            held = (await client.verify()).digest
+        assert held == wanted
+        self.last = base
+        return Subject(engine=client, weights=base)
+
+
+def digest_of(weights: HostWeights) -> str:
+    return DigestState.of(weights).version_digest()
+
+
+PROMPTS = ([5, 17, 200, 31], [100, 7], [250, 251, 252, 3, 4, 5])
