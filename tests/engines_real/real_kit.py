@@ -168,3 +168,24 @@ def digest_of(weights: HostWeights) -> str:
 
 
 PROMPTS = ([5, 17, 200, 31], [100, 7], [250, 251, 252, 3, 4, 5])
+
+
+def wait_for_the_end_of(processes: Sequence[int]) -> None:
+    """Fail unless all of them are gone within a minute."""
+    deadline_s = time.monotonic() + 60
+    while left := [pid for pid in processes if is_running(pid)]:
+        assert time.monotonic() < deadline_s, f"processes {left} are left"
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def name_of(pid: int) -> str:
+    """The process's name, as it gave it to the kernel."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -94,11 +95,18 @@ class VllmWorkers:
     def exit(self, reason: str) -> NoReturn:
         print(f"stitch engine: fatal: {reason}; exiting", file=sys.stderr, flush=True)
         for pid in descendants(os.getpid()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            if not _tidies_up(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         os._exit(EXIT_STATUS)
+
+
+def _tidies_up(pid: int) -> bool:
+    """Whether it is one of multiprocessing's trackers, which remove shared memory and then end."""
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def descendants(pid: int) -> list[int]:
