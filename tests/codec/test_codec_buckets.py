@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stitch.codec import Bucket, Slice, plan_buckets
-from stitch.codec.buckets import ALIGNMENT, check_bucket, check_disjoint
+from stitch.codec.buckets import ALIGNMENT, check_bucket, check_disjoint, cut_bucket
 from stitch.errors import CorruptPatchError
 from stitch.types import Schema, TensorSpec
 
@@ -71,3 +71,20 @@ def test_overlapping_slices_are_refused() -> None:
         check_disjoint(
             [Bucket("BF16", (Slice(0, 8, 40),)), Bucket("BF16", (Slice(0, 0, 16),))], schema
         )
+
+
+@pytest.mark.parametrize("max_elements", [1, 8, 9, 100, 1000, 10_000])
+def test_a_cut_bucket_has_the_same_elements_in_the_same_order(max_elements: int) -> None:
+    schema = schema_of(a=("BF16", (1003,)), b=("BF16", (5,)), c=("BF16", (2049,)))
+    (bucket,) = plan_buckets(schema, 1 << 20)
+    pieces = cut_bucket(bucket, max_elements)
+    joined: list[Slice] = []
+    for piece in pieces:
+        check_bucket(piece, schema)
+        assert piece.num_elements <= max(8, max_elements) + 8
+        for part in piece.slices:
+            if joined and (joined[-1].tensor, joined[-1].stop) == (part.tensor, part.start):
+                part = Slice(part.tensor, joined.pop().start, part.stop)
+            joined.append(part)
+    assert tuple(joined) == bucket.slices
+    assert len(pieces) <= bucket.num_elements // max(8, max_elements - 8) + 1

@@ -143,13 +143,16 @@ def test_each_bucket_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Counting:
         def __init__(self, name: str) -> None:
-            self._name, self.reads = name, ENCODINGS[name].reads
+            self._name = name
+            self.reads = ENCODINGS[name].reads
+            self.lists_changes = ENCODINGS[name].lists_changes
 
         def encode(self, changes: BucketChanges) -> bytes:
             calls.append(self._name)
             return ENCODINGS[self._name].encode(changes)
 
-    monkeypatch.setattr(choice, "ENCODINGS", {name: Counting(name) for name in ENCODINGS})
+    counting = {name: Counting(name) for name in ENCODINGS}
+    monkeypatch.setattr("stitch.codec.encode.ENCODINGS", counting)
     for density in (0.01, 0.15, 0.9):
         old, new = absorbed("BF16", density, 32)
         calls.clear()

@@ -27,6 +27,7 @@ from stitch.codec import (
     PatchHeader,
     decode_parts,
     encode_patch,
+    plan_buckets,
     read_header,
     reference,
 )
@@ -34,7 +35,7 @@ from stitch.errors import SchemaMismatchError, UsageError
 from stitch.tensors import HostWeights
 from stitch.types import PatchStats, Schema
 
-ENCODINGS = ("auto", "gaps", "dense")
+ENCODINGS = ("auto", "gaps", "ranks", "dense")
 
 
 def travel(old: HostWeights, new: HostWeights, encoding: str = "auto") -> tuple[bytes, PatchStats]:
@@ -285,3 +286,21 @@ def test_the_schema_travels_with_a_file_only_when_asked() -> None:
     header: PatchHeader = read_header(bare)
     assert header.schema is None
     assert header.schema_digest == old.schema.digest
+
+
+@pytest.mark.parametrize("encoding", ["auto", "gaps", "ranks", "dense"])
+def test_buckets_with_very_many_changes_are_cut(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stitch.codec.encode.MOST_LISTED", 100)
+    old = random_weights(mixed_schema(), 1)
+    new = changed(old, 0.15, 2)
+    data, stats = encode_patch(old, new, encoding=encoding, threads=2)
+    header = read_header(data)
+    assert header.num_changed == stats.num_changed > 300
+    if encoding in ("gaps", "ranks"):
+        assert all(entry.num_changed < 250 for entry in header.buckets)
+        assert len(header.buckets) > len(plan_buckets(old.schema))
+    update, _ = decode_parts([data], old, DigestState.of(old))
+    update.apply(old)
+    assert same_bits(old, new)

@@ -90,6 +90,27 @@ def plan_buckets(schema: Schema, max_elements: int = DEFAULT_BUCKET_ELEMENTS) ->
     return sorted(done, key=lambda bucket: bucket.slices[0])
 
 
+def cut_bucket(bucket: Bucket, max_elements: int) -> list[Bucket]:
+    """The same slices in order, cut on multiples of ALIGNMENT, as buckets of about `max_elements`.
+
+    A bucket may have up to ALIGNMENT elements more.
+    """
+    max_elements = max(ALIGNMENT, max_elements - max_elements % ALIGNMENT)
+    done: list[Bucket] = []
+    slices: list[Slice] = []
+    room = max_elements
+    for piece in bucket.slices:
+        start = piece.start
+        while start < piece.stop:
+            take = min(piece.stop - start, room + -room % ALIGNMENT)
+            slices.append(Slice(piece.tensor, start, start + take))
+            start, room = start + take, room - take
+            if room <= 0:
+                done.append(Bucket(bucket.dtype, tuple(slices)))
+                slices, room = [], max_elements
+    return done + ([Bucket(bucket.dtype, tuple(slices))] if slices else [])
+
+
 def check_bucket(bucket: Bucket, schema: Schema) -> None:
     """Raise CorruptPatchError unless every slice lies inside its tensor and on allowed cuts."""
     if not bucket.slices:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +10,8 @@ from stitch.codec import kernels
 from stitch.codec.buckets import Bucket, Slice
 from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
 from stitch.errors import CorruptCheckpointError
+from stitch.tensors.reader import DeviceReader, WeightReader
 from stitch.types import Schema
-
-if TYPE_CHECKING:
-    from stitch.tensors.reader import WeightReader
 
 Listed = tuple[Positions, Words, Words]
 """Ascending positions (k,), and the old and new words (k,) there."""
@@ -135,7 +132,7 @@ def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> Bucket
 
     Where both readers have their words on a device, that is done there.
     """
-    if hasattr(old, "device_words") and hasattr(new, "device_words"):
+    if isinstance(old, DeviceReader) and isinstance(new, DeviceReader):
         from stitch.codec import torch_changes
 
         return torch_changes.find_changes(bucket, old, new)

@@ -78,12 +78,6 @@ def check_choice(encoding: str, decode: str) -> None:
         )
 
 
-def encode_changes(changes: BucketChanges, encoding: str, decode: str) -> tuple[str, bytes]:
-    """(encoding name, payload) of a bucket with changes, for arguments that `check_choice` took."""
-    name = choose(changes, decode) if encoding == "auto" else encoding
-    return name, ENCODINGS[name].encode(changes)
-
-
 def choose(changes: BucketChanges, decode: str) -> str:
     """The name of the encoding that is likely the smallest of those that `decode` allows.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
-from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, plan_buckets
-from stitch.codec.changes import find_changes
-from stitch.codec.choice import Decode, check_choice, encode_changes
+from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, cut_bucket, plan_buckets
+from stitch.codec.changes import BucketChanges, find_changes
+from stitch.codec.choice import Decode, check_choice, choose
 from stitch.codec.digest import DigestState
+from stitch.codec.encodings import ENCODINGS
 from stitch.codec.patch import FORMAT, Entry, PatchHeader, payload_checksum, write_part
 from stitch.codec.pool import ordered
 from stitch.codec.words import Lanes
@@ -20,6 +22,11 @@ from stitch.tensors.reader import Progress, WeightReader
 from stitch.types import PatchStats, Schema
 
 DEFAULT_PART_BYTES = 64 << 20
+MOST_LISTED = 1 << 18
+"""Changes that are listed at a time: a bucket with more is cut, so that memory stays bounded.
+
+Listing and coding takes some 50 bytes for each change.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,8 @@ class PatchEncoder:
         encodings: Counter[str] = Counter()
         done_bytes = num_changed = num_bytes = 0
         part = _Part(number=0)
-        for result in ordered(self._encode, self._buckets, self._threads):
+        encoded = ordered(self._encode, self._buckets, self._threads)
+        for result in chain.from_iterable(encoded):
             if self._is_full(part, result):
                 data = self._write(part, before, None)
                 num_bytes += len(data)
@@ -147,21 +155,18 @@ class PatchEncoder:
             return False
         return part.num_bytes + len(result.payload) > self._max_part_bytes
 
-    def _encode(self, bucket: Bucket) -> _Encoded:
+    def _encode(self, bucket: Bucket) -> list[_Encoded]:
+        """One bucket; several where so much changed that listing it takes too much memory."""
         changes = find_changes(bucket, self._old, self._new)
-        if not changes.num_changed:
-            return _Encoded(
-                bucket=bucket, encoding="absent", num_changed=0, payload=b"", checksum="", gains=[]
-            )
-        name, payload = encode_changes(changes, self._encoding, self._decode)
-        return _Encoded(
-            bucket=bucket,
-            encoding=name,
-            num_changed=changes.num_changed,
-            payload=payload,
-            checksum=payload_checksum(payload),
-            gains=[(p.tensor, g) for p, g in zip(bucket.slices, changes.gains, strict=True)],
-        )
+        name = self._encoding
+        if name == "auto" and changes.num_changed:
+            name = choose(changes, self._decode)
+        if changes.num_changed <= MOST_LISTED or not ENCODINGS[name].lists_changes:
+            return [_encoded(changes, name)]
+        share = MOST_LISTED / changes.num_changed
+        del changes
+        pieces = cut_bucket(bucket, int(bucket.num_elements * share))
+        return [_encoded(find_changes(piece, self._old, self._new), name) for piece in pieces]
 
     def _write(self, part: _Part, before: DigestState, after: DigestState | None) -> bytes:
         entries = [
@@ -188,6 +193,23 @@ class PatchEncoder:
             schema=self._schema if self._embed_schema else None,
         )
         return write_part(header, [result.payload for result in part.encoded])
+
+
+def _encoded(changes: BucketChanges, name: str) -> _Encoded:
+    bucket = changes.bucket
+    if not changes.num_changed:
+        return _Encoded(
+            bucket=bucket, encoding="absent", num_changed=0, payload=b"", checksum="", gains=[]
+        )
+    payload = ENCODINGS[name].encode(changes)
+    return _Encoded(
+        bucket=bucket,
+        encoding=name,
+        num_changed=changes.num_changed,
+        payload=payload,
+        checksum=payload_checksum(payload),
+        gains=[(p.tensor, g) for p, g in zip(bucket.slices, changes.gains, strict=True)],
+    )
 
 
 def check_same_schema(old: Schema, new: Schema) -> None:

@@ -11,10 +11,11 @@ import torch
 
 from stitch.codec.buckets import Bucket, Slice
 from stitch.codec.changes import BucketChanges, Listed
-from stitch.codec.torch_digest import DeviceReader, mixed_sum, to_lanes, words64
+from stitch.codec.torch_digest import mixed_sum, to_lanes, words64
 from stitch.codec.words import WORD_DTYPES, Lanes
 from stitch.errors import CorruptCheckpointError
 from stitch.tensors.device import host_words
+from stitch.tensors.reader import DeviceReader
 
 _CHUNK_BYTES = 16 << 20
 """Compared at a time: 2 MB of scratch, and as much as this if all 64-bit words differ."""

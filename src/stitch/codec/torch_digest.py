@@ -6,7 +6,7 @@ arithmetic, so everything is int64, which wraps alike; a shift must mask away co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +14,13 @@ import torch
 
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
 from stitch.codec.words import Lanes
-from stitch.tensors.reader import Progress, Words, spans
-from stitch.types import Schema
+from stitch.tensors.reader import DeviceReader, Progress, spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CHUNK_WORDS = 1 << 20
 """64-bit words mixed at a time: 24 MB of scratch on the device."""
-
-
-class DeviceReader(Protocol):
-    """A WeightReader whose words can be had where they live."""
-
-    @property
-    def schema(self) -> Schema: ...
-
-    def read(self, name: str, start: int, stop: int) -> Words: ...
-
-    def device_words(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Words [start, stop) as a flat integer tensor (uint8, int16, int32 or int64)."""
-        ...
 
 
 def _signed(constant: int) -> int:

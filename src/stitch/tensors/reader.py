@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,15 @@ class WeightReader(Protocol):
         Raises SchemaMismatchError for an unknown name, UsageError for a span outside the tensor and
         CorruptCheckpointError if the bytes cannot be had in full.
         """
+        ...
+
+
+@runtime_checkable
+class DeviceReader(WeightReader, Protocol):
+    """A WeightReader whose words can be had where they live."""
+
+    def device_words(self, name: str, start: int, stop: int) -> Any:
+        """Words [start, stop) as a flat integer torch tensor (uint8, int16, int32 or int64)."""
         ...
 
 

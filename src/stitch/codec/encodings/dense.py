@@ -42,6 +42,7 @@ class Dense:
     """Decoding touches every element of the bucket."""
 
     reads: Reads = "bucket"
+    lists_changes = False
 
     def encode(self, changes: BucketChanges) -> bytes:
         bucket, old, new = changes.bucket, changes.old_slices, changes.new_slices

@@ -25,6 +25,7 @@ class Gaps:
     """Decoding touches the changed elements only."""
 
     reads: Reads = "changed"
+    lists_changes = True
 
     def encode(self, changes: BucketChanges) -> bytes:
         bucket = changes.bucket

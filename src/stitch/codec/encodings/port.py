@@ -107,6 +107,11 @@ class Encoding(Protocol):
         """What decoding reads of the old words: those that change, or the bucket's."""
         ...
 
+    @property
+    def lists_changes(self) -> bool:
+        """Whether memory grows with the number of changes rather than with the bucket."""
+        ...
+
     def encode(self, changes: BucketChanges) -> bytes:
         """The payload of at least one change."""
         ...

@@ -27,6 +27,7 @@ class Ranks:
     """Decoding reads every old word of the bucket, once."""
 
     reads: Reads = "bucket"
+    lists_changes = True
 
     def encode(self, changes: BucketChanges) -> bytes:
         bucket = changes.bucket
