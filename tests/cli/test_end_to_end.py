@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ def serving(board: Path, model: Path, name: str, log: Path) -> Iterator[subproce
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_one_replica_follows_what_is_published_and_proves_it(
     stitch: Program, chain: list[Path], tmp_path: Path
 ) -> None:
@@ -78,10 +80,20 @@ def check_status_and_proof(stitch: Program, board: Path) -> None:
     proof = stitch.ok("verify", "--replicas", "--board", board)
     assert proof["equal"]
     assert [row["version"] for row in proof["replicas"]] == [2]
-    (row,) = stitch.ok("status", "--board", board)["replicas"]
+    row = row_of_version(stitch, board, 2)
     assert (row["replica"], row["applied"], row["lag"], row["ready"]) == ("r1", 2, 0, True)
     for record in row["versions"]:
         assert record["version"] in (1, 2)
+
+
+def row_of_version(stitch: Program, board: Path, version: int) -> Any:
+    """What the board says of the replica, once its heartbeat has caught up with what it serves."""
+    ends_s = time.monotonic() + 60
+    while True:
+        (row,) = stitch.ok("status", "--board", board)["replicas"]
+        if row["applied"] == version or time.monotonic() > ends_s:
+            return row
+        time.sleep(0.05)
 
 
 def read_line(process: subprocess.Popen[str]) -> Any:
@@ -90,6 +102,6 @@ def read_line(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: found.append(process.stdout.readline()), daemon=True)
     reader.start()
-    reader.join(timeout=60)
+    reader.join(timeout=120)
     assert found, "nothing was printed"
     return json.loads(found[0])

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_kit import Program, Published
@@ -48,6 +49,7 @@ class FakeReplica:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fake.tokens.append(self.headers.get("Authorization"))
                 data = json.dumps(fake.reply).encode()
                 self.send_response(fake.status if self.path == "/verify" else 404)
@@ -185,13 +187,13 @@ def test_watching_shows_the_page_until_it_is_interrupted(
 ) -> None:
     pages = []
 
-    def wait(event: threading.Event, span_s: float) -> bool:
-        pages.append(span_s)
-        if len(pages) == 3:
-            raise KeyboardInterrupt
-        return False
+    class Pause:
+        def wait(self, span_s: float) -> None:
+            pages.append(span_s)
+            if len(pages) == 3:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr("stitch.cli.status.threading.Event.wait", wait)
+    monkeypatch.setattr("stitch.cli.status.threading", SimpleNamespace(Event=Pause))
     outcome = stitch("status", "--watch", "7", *published.args)
     assert outcome.code == exits.INTERRUPTED
     assert pages == [7.0] * 3
