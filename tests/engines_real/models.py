@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +63,7 @@ def _become_moe(directory: Path) -> None:
         if len(shape) == 1:
             values = np.float32(1) + np.float32(0.05) * values
         weights.words(name)[:] = (values.reshape(-1).view(np.uint32) >> 16).astype(np.uint16)
-    (directory / "model.safetensors").unlink()
-    write_checkpoint(directory, weights)
+    write_checkpoint(directory, weights, assets_from=directory, overwrite=True)
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -76,11 +74,7 @@ def load(directory: Path) -> HostWeights:
 
 def save(weights: HostWeights, like: Path, directory: Path) -> Path:
     """A checkpoint with these weights and the configuration of another."""
-    directory.mkdir()
-    for file in like.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, directory)
-    write_checkpoint(directory, weights)
+    write_checkpoint(directory, weights, assets_from=like)
     return directory
 
 
