@@ -42,8 +42,8 @@ def parts_with(encoding: str, max_part_bytes: int | None = 700) -> list[bytes]:
     return list(encoder.parts())
 
 
-PARTS = {encoding: parts_with(encoding) for encoding in ("gaps", "dense")}
-WHOLE = {encoding: parts_with(encoding, None) for encoding in ("gaps", "dense")}
+PARTS = {encoding: parts_with(encoding) for encoding in ("gaps", "ranks", "dense")}
+WHOLE = {encoding: parts_with(encoding, None) for encoding in ("gaps", "ranks", "dense")}
 
 
 def refused(parts: list[bytes], old: HostWeights = OLD, before: DigestState = BEFORE) -> str:
@@ -99,7 +99,7 @@ def set_row(column: int, value: object, row: int = 0) -> Callable[[dict[str, Any
     return change
 
 
-@given(st.sampled_from(["gaps", "dense"]), st.data())
+@given(st.sampled_from(["gaps", "ranks", "dense"]), st.data())
 def test_truncated_parts_are_refused(encoding: str, data: st.DataObject) -> None:
     parts = PARTS[encoding]
     which = data.draw(st.integers(0, len(parts) - 1))
@@ -107,7 +107,7 @@ def test_truncated_parts_are_refused(encoding: str, data: st.DataObject) -> None
     refused([*parts[:which], parts[which][:keep], *parts[which + 1 :]])
 
 
-@given(st.sampled_from(["gaps", "dense"]), st.data())
+@given(st.sampled_from(["gaps", "ranks", "dense"]), st.data())
 def test_flipped_bits_are_refused(encoding: str, data: st.DataObject) -> None:
     parts = PARTS[encoding]
     which = data.draw(st.integers(0, len(parts) - 1))
@@ -117,7 +117,7 @@ def test_flipped_bits_are_refused(encoding: str, data: st.DataObject) -> None:
     refused([*parts[:which], bytes(altered), *parts[which + 1 :]])
 
 
-@given(st.sampled_from(["gaps", "dense"]), st.data())
+@given(st.sampled_from(["gaps", "ranks", "dense"]), st.data())
 def test_spliced_parts_are_refused_or_were_equal_anyway(encoding: str, data: st.DataObject) -> None:
     (one,) = WHOLE[encoding]
     other = data.draw(st.sampled_from([*PARTS["gaps"], *PARTS["dense"], *WHOLE["dense"]]))
@@ -133,13 +133,13 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 
 def test_bytes_after_the_end_are_refused() -> None:
-    for encoding in ("gaps", "dense"):
+    for encoding in ("gaps", "ranks", "dense"):
         assert "its table accounts for" in refused([WHOLE[encoding][0] + b"\0"])
     (empty,) = PatchEncoder(OLD, OLD, threads=1).parts()
     assert "its table accounts for" in refused([empty + b"\0"])
 
 
-@pytest.mark.parametrize("encoding", ["gaps", "dense"])
+@pytest.mark.parametrize("encoding", ["gaps", "ranks", "dense"])
 def test_missing_repeated_and_foreign_parts_are_refused(encoding: str) -> None:
     parts = PARTS[encoding]
     assert len(parts) > 2
@@ -174,7 +174,7 @@ def test_a_patch_for_another_state_is_refused_with_the_next_step() -> None:
 
 
 def test_weights_that_are_not_what_their_digest_says_are_found_out() -> None:
-    for encoding in ("gaps", "dense"):
+    for encoding in ("gaps", "ranks", "dense"):
         update, _ = decode_parts(WHOLE[encoding], OLD, BEFORE)
         first = update.updates[0]
         drifted = HostWeights.load(OLD)
@@ -264,7 +264,7 @@ LIES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
 ]
 
 
-@pytest.mark.parametrize("encoding", ["gaps", "dense"])
+@pytest.mark.parametrize("encoding", ["gaps", "ranks", "dense"])
 @pytest.mark.parametrize("lie", [lie for _, lie in LIES], ids=[name for name, _ in LIES])
 def test_lies_in_the_header_are_refused_though_its_checksum_is_right(
     lie: Callable[[dict[str, Any]], object], encoding: str
@@ -432,7 +432,7 @@ def test_a_frame_that_understates_its_size_is_refused() -> None:
     refused([forged(b"\0" + bytes(honest) * 2, "dense", 1)])
 
 
-@given(st.sampled_from(["gaps", "dense"]), st.data())
+@given(st.sampled_from(["gaps", "ranks", "dense"]), st.data())
 def test_altered_payloads_with_right_checksums_are_refused_or_exact(
     encoding: str, data: st.DataObject
 ) -> None:

@@ -87,18 +87,18 @@ def test_all_old_words_of_16_bits_travel_to_special_values() -> None:
     old = np.tile(np.arange(1 << 16, dtype=np.uint16), 4)
     new = np.repeat(np.array([0x0000, 0x8000, 0x7FC1, 0xFF80], np.uint16), 1 << 16)
     for dtype in ("BF16", "F16"):
-        for encoding in ("gaps", "dense"):
+        for encoding in ENCODINGS:
             travel(from_words({"w": (dtype, old)}), from_words({"w": (dtype, new)}), encoding)
 
 
 def test_all_pairs_of_8_bit_words_travel() -> None:
     old, new = (a.ravel().astype(np.uint8) for a in np.meshgrid(np.arange(256), np.arange(256)))
     for dtype in ("F8_E4M3", "U8"):
-        for encoding in ("gaps", "dense"):
+        for encoding in ENCODINGS:
             travel(from_words({"w": (dtype, old)}), from_words({"w": (dtype, new)}), encoding)
 
 
-@pytest.mark.parametrize("encoding", ["gaps", "dense"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("gap", [1, 255, 256, 65535, 65536, 70000])
 def test_gaps_of_every_width_travel(gap: int, encoding: str) -> None:
     old = np.zeros(5 * (gap + 1) + 1, np.uint16)
