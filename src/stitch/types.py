@@ -110,12 +110,12 @@ class TensorSpec:
             raise SchemaMismatchError(f"tensor {name!r}: {dtype} {dims} does not fill whole bytes")
         return cls(name, dtype, dims, count * bits // 8)
 
-    @property
+    @cached_property
     def word_bytes(self) -> int:
         """Bytes of a storage word: 1, 2, 4 or 8."""
         return max(1, DTYPE_BITS.get(self.dtype, 8) // 8)
 
-    @property
+    @cached_property
     def num_words(self) -> int:
         return self.num_bytes // self.word_bytes
 

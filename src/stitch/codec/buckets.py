@@ -44,7 +44,7 @@ class Bucket:
     def num_elements(self) -> int:
         return sum(piece.num_elements for piece in self.slices)
 
-    @property
+    @cached_property
     def word_bytes(self) -> int:
         """Bytes of a storage word: 1, 2, 4 or 8 (as TensorSpec.word_bytes)."""
         return max(1, DTYPE_BITS.get(self.dtype, 8) // 8)

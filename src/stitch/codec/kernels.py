@@ -97,13 +97,14 @@ def scan(
         raise ValueError(f"cannot compare {old.size} {old.dtype} with {new.size} {new.dtype} words")
     step = loops.scan(old.itemsize)
     whole = old.size - old.size % (ROW_WORDS * (8 // old.itemsize))
-    for begin, old_rows, new_rows in (
-        (0, _rows(old[:whole]), _rows(new[:whole])),
-        (whole, _last_row(old[whole:]), _last_row(new[whole:])),
-    ):
+    pairs = [(0, _rows(old[:whole]), _rows(new[:whole]))]
+    if whole < old.size:
+        pairs.append((whole, _last_row(old[whole:]), _last_row(new[whole:])))
+    for begin, old_rows, new_rows in pairs:
         row = 0
-        index = np.uint64(first + begin * old.itemsize // 8)
-        while row < old_rows.shape[0]:
+        num_rows = len(old_rows)
+        index = first + begin * old.itemsize // 8
+        while row < num_rows:
             row, room.count = step(
                 old_rows,
                 new_rows,
@@ -116,7 +117,7 @@ def scan(
                 room.count,
                 lanes,
             )
-            if row < old_rows.shape[0]:
+            if row < num_rows:
                 yield
 
 
@@ -125,8 +126,8 @@ def _rows(words: Words) -> npt.NDArray[np.uint64]:
 
 
 def _last_row(words: Words) -> npt.NDArray[np.uint64]:
-    """No or one row: words that fill less than one, padded with zeros."""
-    row = np.zeros(ROW_WORDS * (8 // words.itemsize) if words.size else 0, words.dtype)
+    """One row of words that do not fill it, padded with zeros."""
+    row = np.zeros(ROW_WORDS * (8 // words.itemsize), words.dtype)
     row[: words.size] = words
     return _rows(row)
 

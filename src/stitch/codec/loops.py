@@ -109,11 +109,11 @@ def scan(word_bytes: int) -> Callable[..., Any]:
                     seen |= old[r, j] ^ new[r, j]
                 if seen != _ZERO:
                     for j in range(ROW_WORDS):
-                        if old[r, j] != new[r, j]:
-                            where[found] = r * ROW_WORDS + j
-                            old_words[found] = old[r, j]
-                            new_words[found] = new[r, j]
-                            found += 1
+                        # No branch to mispredict: write always, advance if the words differ.
+                        where[found] = r * ROW_WORDS + j
+                        old_words[found] = old[r, j]
+                        new_words[found] = new[r, j]
+                        found += old[r, j] != new[r, j]
             if count + found * per_word > positions.size:
                 stopped = start
                 break
