@@ -120,7 +120,7 @@ async def test_an_rpc_that_raises_loses_the_answers() -> None:
 
 async def test_a_pause_keeps_requests_and_empties_the_caches() -> None:
     client = FakeClient()
-    workers = VllmWorkers(client, 2)
+    workers = VllmWorkers(client, 2, multimodal=True)
     await workers.pause()
     await workers.label(VersionRef("r", 7))
     await workers.drop_prefix_cache()

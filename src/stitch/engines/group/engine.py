@@ -13,20 +13,20 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from stitch import failpoints
 from stitch.codec import DigestState, UpdateSet
 from stitch.engines.group.staging import StageFiles
+from stitch.engines.group.transaction import transact
 from stitch.engines.group.workers import Workers
 from stitch.engines.port import CommitReceipt, EngineDescription, EngineState, VerifyReport
 from stitch.engines.ranks.agreement import Agreement
-from stitch.engines.ranks.port import Answer, check, error_of
+from stitch.engines.ranks.port import check
 from stitch.errors import (
     BaseMismatchError,
     EngineError,
@@ -255,48 +255,22 @@ class GroupEngine:
         certain.
         """
         self._state = "committing"
-        start = time.perf_counter()
         try:
-            await self._workers.pause()
-            failpoints.reach("engine.paused")
-            wrong = await self._write(what, do, undo, stage.stage_id)
-            failpoints.reach("engine.written")
-            if not wrong:
-                self._ref = label
-                await self._workers.label(label)
-                await self._workers.drop_prefix_cache()
-            await self._workers.resume()
+            outcome = await transact(
+                self._workers, what=what, do=do, undo=undo, stage_id=stage.stage_id, label=label
+            )
         except BaseException as error:  # the edge of the transaction: nothing may be half done
             self._end(f"{what} ended without an outcome: {error!r}")
             raise
         self._state = "ready"
-        if wrong:
-            raise EngineError(f"{what} failed and was undone: {_text(wrong)}")
-        return (time.perf_counter() - start) * 1e3
-
-    async def _write(self, what: str, do: str, undo: str, stage_id: str) -> list[StitchError]:
-        """`do` on all ranks; if one fails `undo` on all and say what failed."""
-        wrong = _errors(await self._workers.call(do, stage_id))
-        fatal: list[StitchError] = [it for it in wrong if isinstance(it, FatalReplicaError)]
-        if wrong and not fatal:
-            _log.warning("event=undo what=%r reason=%r", what, _text(wrong))
-            fatal = _errors(await self._workers.call(undo, stage_id))
-        if fatal:
-            raise FatalReplicaError(f"{_text(wrong)}; and it could not be undone: {_text(fatal)}")
-        return wrong
+        if outcome.fault is not None:
+            raise EngineError(f"{what} failed and was undone: {outcome.fault}")
+        self._ref = label
+        return outcome.pause_ms
 
     def _end(self, reason: str) -> None:
         self._state = "failed"
         self._workers.exit(reason)
-
-
-def _errors(answers: Sequence[Answer]) -> list[StitchError]:
-    found = (error_of(answer, f"rank {rank}") for rank, answer in enumerate(answers))
-    return [error for error in found if error is not None]
-
-
-def _text(errors: Sequence[StitchError]) -> str:
-    return "; ".join(str(error) for error in errors[:4])
 
 
 def batches_of_names(schema: Schema, limit_bytes: int = 64 << 20) -> Iterator[list[str]]:

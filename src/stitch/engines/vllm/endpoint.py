@@ -56,7 +56,11 @@ class StitchEndpoint:
         _check_setup(config, args)
         directory, view = Path(config.model_config.model), os.environ.get(VIEW_ENV, "bf16")
         schema = _schema_of(directory, view)
-        workers = VllmWorkers(engine_client, config.parallel_config.world_size)
+        workers = VllmWorkers(
+            engine_client,
+            config.parallel_config.world_size,
+            multimodal=config.model_config.is_multimodal_model,
+        )
         opened = await workers.call("open", str(directory), view)
         check(opened)
         if any(answer["schema_digest"] != schema.digest for answer in opened):

@@ -23,11 +23,12 @@ _LAST_POLL_S = 0.02
 
 
 class VllmWorkers:
-    """`client` is vLLM's AsyncLLM, as endpoint plugins get it."""
+    """`client` is vLLM's AsyncLLM, as endpoint plugins get it; `world` is its number of ranks."""
 
-    def __init__(self, client: Any, world: int) -> None:
+    def __init__(self, client: Any, world: int, *, multimodal: bool = False) -> None:
         self._client = client
         self._world = world
+        self._multimodal = multimodal
         self._numbers = itertools.count(1)
 
     async def call(self, method: str, *args: object) -> list[Answer]:
@@ -76,7 +77,8 @@ class VllmWorkers:
         if not hasattr(core, "pause_scheduler_async"):
             await self._client.pause_generation(mode="keep", clear_cache=True)
             return
-        await self._client.renderer.clear_mm_cache_async()
+        if self._multimodal:
+            await self._client.renderer.clear_mm_cache_async()
         await core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def resume(self) -> None:
