@@ -39,13 +39,14 @@ Choose = Callable[[int], int]
 BUCKET_ELEMENTS = 256
 
 
-def subject_schema() -> Schema:
-    """Every word size, and an integer tensor with block scales."""
-    scaled = [
+def subject_schema(every_width: bool) -> Schema:
+    """A tensor like a model's and an integer one with block scales; or every word size as well."""
+    specs = [
         TensorSpec.of("int8.weight", "I8", (24, 40)),
         TensorSpec.of("int8.weight_scale", "BF16", (24, 5)),
     ]
-    return Schema.of([*mixed_schema().tensors, *scaled])
+    mixed = mixed_schema()
+    return Schema.of([*specs, *(mixed.tensors if every_width else [mixed["bf16.long"]])])
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Subject:
 
 
 @cache
-def subject() -> Subject:
+def subject(every_width: bool = True) -> Subject:
     """Uniform bits in most tensors, magnitudes as in a model in some; many buckets."""
-    schema = subject_schema()
+    schema = subject_schema(every_width)
     old = random_weights(schema, 1)
     rng = np.random.default_rng(2)
     for name in ("bf16.long", "int8.weight_scale"):

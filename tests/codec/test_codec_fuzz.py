@@ -33,7 +33,7 @@ from pcodec import standalone
 
 from stitch.codec import Bucket, DigestState, PatchEncoder, decode_parts, reference
 from stitch.codec.encodings import ENCODINGS
-from stitch.codec.patch import PREAMBLE_BYTES
+from stitch.codec.patch import PREAMBLE_BYTES, most_header_bytes
 from stitch.errors import BaseMismatchError, CorruptPatchError
 from stitch.tensors import HostWeights
 
@@ -263,6 +263,37 @@ def test_bombs_are_refused_before_they_go_off() -> None:
 
             assert traced_peak(work) < 40 * bucket.num_elements + 2 * len(payload) + (1 << 16)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start < 30_000
+
+
+@pytest.mark.parametrize("filler", ["[]", "{}", '"ab"', "999", '["",[0,0,8],"",1,0,"0"]'])
+def test_a_header_of_millions_of_objects_is_refused_before_they_are_made(filler: str) -> None:
+    """It takes 3 kB compressed; its objects would take up to 800 MB."""
+    fields, _ = text_of(SUBJECT.parts["gaps"])
+    fields["buckets"] = "here"
+    rows = ",".join([filler] * ((1 << 24) // len(filler)))
+    part = with_text(json.dumps(fields).replace('"here"', f"[{rows}]").encode(), b"")
+    assert len(part) < 5000
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    error = check_decoding([part], SUBJECT)
+    assert "uncompressed are allowed" in str(error)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start < 30_000
+
+
+def test_a_header_of_as_many_slices_as_a_schema_allows_is_within_its_bound() -> None:
+    """Each eight words of each tensor are a bucket of their own, and the schema is embedded."""
+    encoder = PatchEncoder(
+        SUBJECT.old,
+        changed(SUBJECT.old, 1.0, 5),
+        before=SUBJECT.before,
+        encoding="gaps",
+        threads=1,
+        max_bucket_elements=8,
+        embed_schema=True,
+    )
+    (part,) = encoder.parts()
+    text_bytes = struct.unpack_from("<I", part, 16)[0]
+    assert text_bytes < most_header_bytes(SCHEMA) < 10 * text_bytes
+    decode_parts([part], SUBJECT.old, SUBJECT.before, threads=1)
 
 
 def test_pcodec_streams_that_lie_in_any_byte_are_refused_or_decoded_in_bounds() -> None:

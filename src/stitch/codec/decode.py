@@ -12,7 +12,13 @@ from stitch.codec.changes import bounds_by_slice
 from stitch.codec.compose import compact
 from stitch.codec.digest import DigestState, update_gain
 from stitch.codec.encodings import DecodedChanges, Encoding, OldWords, encoding_named
-from stitch.codec.patch import Entry, PatchHeader, payload_checksum, read_header
+from stitch.codec.patch import (
+    Entry,
+    PatchHeader,
+    most_header_bytes,
+    payload_checksum,
+    read_header,
+)
 from stitch.codec.pool import ordered
 from stitch.codec.update import TensorUpdate, UpdateSet
 from stitch.codec.words import Lanes
@@ -70,7 +76,8 @@ def _check_parts(
     parts: Sequence[bytes | memoryview], schema: Schema, digest: str
 ) -> list[tuple[memoryview, PatchHeader]]:
     """Views and headers by part number: one whole patch, for these weights."""
-    pairs = [(memoryview(data).cast("B"), read_header(data)) for data in parts]
+    most = most_header_bytes(schema)
+    pairs = [(memoryview(data).cast("B"), read_header(data, most)) for data in parts]
     pairs.sort(key=lambda pair: pair[1].part)
     headers = [header for _, header in pairs]
     numbers = [header.part for header in headers]

@@ -12,7 +12,7 @@ from typing import Any
 import zstandard
 from blake3 import blake3
 
-from stitch.codec.buckets import MAX_BUCKET_ELEMENTS, Bucket, Slice
+from stitch.codec.buckets import ALIGNMENT, MAX_BUCKET_ELEMENTS, Bucket, Slice
 from stitch.codec.header_checks import (
     check_hex,
     check_int,
@@ -35,6 +35,8 @@ _PREAMBLE = struct.Struct("<8sIII")
 PREAMBLE_BYTES = _PREAMBLE.size + CHECKSUM_BYTES
 _MAX_COUNT = 1 << 62
 _MAX_DIMS = 64
+_MAX_ROW_BYTES = 512
+"""Twice what a row with one slice takes, less its dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +136,24 @@ def _row(entry: Entry) -> list[object]:
     ]
 
 
-def read_header(data: bytes | memoryview) -> PatchHeader:
+def most_header_bytes(schema: Schema) -> int:
+    """More than a header for this schema takes uncompressed, were every slice a bucket."""
+    described = len(json.dumps([spec.to_json() for spec in schema.tensors]))
+    rows = (
+        -(-spec.num_words // ALIGNMENT) * (_MAX_ROW_BYTES + len(json.dumps(spec.dtype)))
+        for spec in schema.tensors
+    )
+    return min(MAX_HEADER_BYTES, 4096 + 2 * described + sum(rows))
+
+
+def read_header(data: bytes | memoryview, max_text_bytes: int = MAX_HEADER_BYTES) -> PatchHeader:
     """Parse one part's header and check it, and the file's length, against each other.
 
-    The payloads are not read. Raises CorruptPatchError or UnsupportedFormatError.
+    The payloads are not read, and no more than `max_text_bytes` of header unpacked: the objects of
+    its JSON can take twenty times as much. Raises CorruptPatchError or UnsupportedFormatError.
     """
     view = memoryview(data)
-    text, payload_start = _header_text(view)
+    text, payload_start = _header_text(view, max_text_bytes)
     header = _parse(parse_json(text, "patch header"), payload_start)
     end = header.buckets[-1].offset + header.buckets[-1].num_bytes if header.buckets else None
     if (end or payload_start) != len(view):
@@ -151,7 +164,7 @@ def read_header(data: bytes | memoryview) -> PatchHeader:
     return header
 
 
-def _header_text(view: memoryview) -> tuple[bytes, int]:
+def _header_text(view: memoryview, max_text_bytes: int) -> tuple[bytes, int]:
     """The header's JSON, and the offset of the first payload."""
     if len(view) < PREAMBLE_BYTES or bytes(view[: len(MAGIC)]) != MAGIC:
         raise CorruptPatchError(
@@ -165,10 +178,10 @@ def _header_text(view: memoryview) -> tuple[bytes, int]:
     packed = bytes(view[PREAMBLE_BYTES : PREAMBLE_BYTES + packed_bytes])
     preamble = bytes(view[: _PREAMBLE.size])
     stated = bytes(view[_PREAMBLE.size : PREAMBLE_BYTES])
-    if len(packed) != packed_bytes or text_bytes > MAX_HEADER_BYTES:
+    if len(packed) != packed_bytes or text_bytes > max_text_bytes:
         raise CorruptPatchError(
             f"patch header of {packed_bytes} bytes ({text_bytes} uncompressed): the file has "
-            f"{len(packed)} bytes of it, and {MAX_HEADER_BYTES} uncompressed are allowed"
+            f"{len(packed)} bytes of it, and {max_text_bytes} uncompressed are allowed"
         )
     if blake3(preamble + packed).digest(length=CHECKSUM_BYTES) != stated:
         raise CorruptPatchError("patch header: its checksum does not match its bytes")
