@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test check format benchmarks clean
+.PHONY: setup demo test fuzz check format benchmarks clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,13 @@ test: setup
 	$(BIN)/python -m coverage run -m pytest $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet 2>/dev/null || true
 	@$(BIN)/python -m coverage report --skip-covered --skip-empty --sort=cover | tail -n 30
+
+FUZZ_S ?= 300
+
+fuzz: setup
+	$(BIN)/python -m pip install --quiet -r requirements/fuzz.txt
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=build/checked-loops \
+	  $(BIN)/python tests/fuzz/fuzz_patch.py -max_total_time=$(FUZZ_S) $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
