@@ -96,7 +96,7 @@ class FakeRank:
         if not self.committed or stage_id != self.stage_id:
             return {"undone": False}
         self.write("old")
-        self.committed = False
+        self.forget()
         return {"undone": True}
 
     def discard(self) -> None:

@@ -172,6 +172,14 @@ async def test_a_roll_back_is_a_transaction_of_its_own(group: Group) -> None:
     assert await group.serves(synthetic_weights(SCHEMA))
 
 
+async def test_a_rank_with_nothing_to_undo_in_a_roll_back_is_a_doubt(group: Group) -> None:
+    await group.stage()
+    await group.engine.commit("a")
+    group.workers.ranks[1].committed = False
+    with pytest.raises(ExitedError, match="something to undo"):
+        await group.engine.roll_back(BASE)
+
+
 @pytest.mark.parametrize("method", ["stage_part", "seal"])
 async def test_a_stage_that_one_rank_refuses_is_held_by_none(group: Group, method: str) -> None:
     group.workers.ranks[1].fails[method] = CorruptPatchError("bad part")

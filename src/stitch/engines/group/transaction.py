@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stitch import failpoints
 from stitch.engines.group.workers import Workers
 from stitch.engines.ranks.port import Answer, error_of
-from stitch.errors import FatalReplicaError, StitchError
+from stitch.errors import EngineError, FatalReplicaError, StitchError
 from stitch.types import VersionRef
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ async def transact(
     stopped = time.perf_counter()
     answers = await workers.call(do, stage_id)
     wrong = _errors(answers)
+    if do == "undo" and not all(answer.get("undone") for answer in answers):
+        wrong.append(EngineError("not all ranks had something to undo"))
     failpoints.reach("engine.written")
     if wrong:
         await _undo(workers, undo, stage_id, wrong)
