@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks._codec_data import Words, arrays, copy_of
-from benchmarks._codec_timing import no_garbage_collection, on_cores, restore, timed
+from benchmarks._codec_timing import Best, no_garbage_collection, on_cores, restore
 from benchmarks._codec_wires import Files, Stitch
 from stitch.codec import DigestState
 from stitch.tensors import HostWeights
@@ -28,7 +28,7 @@ class _Case:
     wire: Stitch
     target: HostWeights
     files: Files
-    apply_s: list[float] = field(default_factory=list)
+    apply: Best = field(default_factory=Best)
 
 
 def measure_growth(old: HostWeights, *, rounds: int) -> dict[str, float]:
@@ -48,11 +48,10 @@ def measure_growth(old: HostWeights, *, rounds: int) -> dict[str, float]:
     for turn in range(rounds):
         with on_cores(1, turn), no_garbage_collection():
             for case in cases.values():
-                took_s, _ = timed(partial(case.wire.apply, case.files, case.target))
-                case.apply_s.append(took_s)
+                case.apply.of(partial(case.wire.apply, case.files, case.target))
                 restore(case.target, case.old)
                 flushed += 1
-    times = {name: min(case.apply_s) * 1e6 for name, case in cases.items()}
+    times = {name: case.apply.on(1) * 1e6 for name, case in cases.items()}
     return {"num_changed_k": few, **times}
 
 
