@@ -29,6 +29,8 @@ from stitch.codec.kernels import BLOCK_ROWS, ROW_WORDS
 _GOLDEN, _M1, _M2, _M3 = (np.uint64(c) for c in (GOLDEN, MIX_1, MIX_2, MIX_3))
 _ZERO, _ONE, _S29, _S32 = (np.uint64(n) for n in (0, 1, 29, 32))
 
+_ROW_SHIFT, _ROW_MASK = np.uint64(ROW_WORDS.bit_length() - 1), np.uint64(ROW_WORDS - 1)
+
 _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
@@ -95,8 +97,6 @@ def scan(word_bytes: int) -> Callable[..., Any]:
 
     def loop(old, new, row, first, base, positions, olds, news, count, lanes):  # type: ignore[no-untyped-def]
         where = np.empty(BLOCK_ROWS * ROW_WORDS + 1, np.int64)
-        old_words = np.empty(BLOCK_ROWS * ROW_WORDS + 1, np.uint64)
-        new_words = np.empty(BLOCK_ROWS * ROW_WORDS + 1, np.uint64)
         a = _ZERO
         b = _ZERO
         num_rows = old.shape[0]
@@ -111,26 +111,26 @@ def scan(word_bytes: int) -> Callable[..., Any]:
                     for j in range(ROW_WORDS):
                         # No branch to mispredict: write always, advance if the words differ.
                         where[found] = r * ROW_WORDS + j
-                        old_words[found] = old[r, j]
-                        new_words[found] = new[r, j]
                         found += old[r, j] != new[r, j]
             if count + found * per_word > positions.size:
                 stopped = start
                 break
             for i in range(found):
-                x = old_words[i]
-                y = new_words[i]
+                # Unsigned indices spare the check for negative ones.
+                index = np.uint64(where[i])
+                x = old[index >> _ROW_SHIFT, index & _ROW_MASK]
+                y = new[index >> _ROW_SHIFT, index & _ROW_MASK]
                 at = base + (where[i] << log2)
                 bits = x ^ y
                 while bits != _ZERO:
                     lane = _trailing_zeros(bits) >> log2_bits
                     shift = lane << log2_bits
-                    positions[count] = at + np.int64(lane)
-                    olds[count] = word((x >> shift) & mask)
-                    news[count] = word((y >> shift) & mask)
+                    positions[np.uint64(count)] = at + np.int64(lane)
+                    olds[np.uint64(count)] = word((x >> shift) & mask)
+                    news[np.uint64(count)] = word((y >> shift) & mask)
                     count += 1
                     bits &= ~(mask << shift)
-                key = (first + np.uint64(where[i]) + _ONE) * _GOLDEN
+                key = (first + index + _ONE) * _GOLDEN
                 h, g = _mix(y, key)
                 a += h
                 b += g
