@@ -153,7 +153,17 @@ async def test_lost_answers_end_the_engine(group: Group, method: str) -> None:
     assert group.workers.exited is not None
 
 
-@pytest.mark.parametrize("switch", ["pause", "resume", "label", "drop_prefix_cache"])
+async def test_an_engine_that_does_not_pause_goes_on_as_it_was(group: Group) -> None:
+    await group.stage()
+    group.workers.breaks.add("pause")
+    with pytest.raises(EngineError, match=r"did not pause: .*pause broke"):
+        await group.engine.commit("a")
+    assert group.workers.log[-2:] == ["pause", "resume"]
+    assert (await group.engine.describe()).state == "ready"
+    assert await group.serves(synthetic_weights(SCHEMA))
+
+
+@pytest.mark.parametrize("switch", ["resume", "label", "drop_prefix_cache"])
 async def test_an_engine_that_cannot_be_switched_in_a_commit_ends(
     group: Group, switch: str
 ) -> None:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`fault`: what failed and was undone on all ranks; None if all of them did their part.
+    """`fault`: what failed, all ranks being as before; None if all of them did their part.
 
     `pause_ms`: from the call that stops the engine to the end of the one that lets it go on.
     """
@@ -35,7 +35,11 @@ async def transact(
     Raises (anything) when what the ranks hold, or whether the engine goes on, is not known.
     """
     start = time.perf_counter()
-    await workers.pause()
+    try:
+        await workers.pause()
+    except Exception as error:  # nothing is written yet: if it goes on, it goes on as it was
+        await workers.resume()
+        return Outcome(fault=f"the engine did not pause: {error!r}", pause_ms=_ms_since(start))
     failpoints.reach("engine.paused")
     stopped = time.perf_counter()
     answers = await workers.call(do, stage_id)
@@ -50,14 +54,14 @@ async def transact(
         await workers.drop_prefix_cache()
     written = time.perf_counter()
     await workers.resume()
-    end = time.perf_counter()
+    pause_ms = _ms_since(start)
     _log.info(
         "event=transaction what=%r ok=%s pause_ms=%.2f stop_ms=%.2f write_ms=%.2f go_on_ms=%.2f "
         "slowest_write_ms=%.2f slowest_check_ms=%.2f",
-        what, not wrong, (end - start) * 1e3, (stopped - start) * 1e3, (written - stopped) * 1e3,
-        (end - written) * 1e3, _slowest(answers, "write_ms"), _slowest(answers, "check_ms"),
+        what, not wrong, pause_ms, (stopped - start) * 1e3, (written - stopped) * 1e3,
+        _ms_since(written), _slowest(answers, "write_ms"), _slowest(answers, "check_ms"),
     )  # fmt: skip
-    return Outcome(fault=_text(wrong) if wrong else None, pause_ms=(end - start) * 1e3)
+    return Outcome(fault=_text(wrong) if wrong else None, pause_ms=pause_ms)
 
 
 async def _undo(workers: Workers, undo: str, stage_id: str, wrong: Sequence[StitchError]) -> None:
@@ -76,6 +80,10 @@ def _errors(answers: Sequence[Answer]) -> list[StitchError]:
 
 def _text(errors: Sequence[StitchError]) -> str:
     return "; ".join(str(error) for error in errors[:4])
+
+
+def _ms_since(start: float) -> float:
+    return (time.perf_counter() - start) * 1e3
 
 
 def _slowest(answers: Sequence[Answer], key: str) -> float:
