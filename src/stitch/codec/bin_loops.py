@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from stitch.codec.bins import LOWEST_STATE, STATES, TOKENS, TOTAL, TOTAL_BITS
 from stitch.codec.compiling import SIGNED, UINT, compiled, input_array, output_array
+from stitch.codec.intrinsics import leading_zeros
 
 _ZERO, _ONE, _31, _32, _63 = (np.uint64(n) for n in (0, 1, 31, 32, 63))
 _WORD_BITS = np.uint64(16)
@@ -25,16 +26,6 @@ _TOTAL_BITS, _SLOT = np.uint64(TOTAL_BITS), np.uint64(TOTAL - 1)
 
 OK, SHORT = 0, 1
 """What `read` returns: all is well, or words or bits were too few."""
-
-
-@intrinsic
-def _leading_zeros(typingctx, word):  # type: ignore[no-untyped-def]
-    """Zero bits above the highest one bit of a 64-bit word, which must not be 0."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.ctlz(arguments[0], context.get_constant(types.boolean, True))
-
-    return types.uint64(types.uint64), generate
 
 
 def _number_type(code: str) -> Any:
@@ -64,7 +55,7 @@ def tokenise(code: str) -> Callable[..., Any]:
                 u = np.uint64(number << 1) ^ np.uint64(number >> 63)
             else:
                 u = np.uint64(numbers[i]) >> shift
-            exponent = _63 - _leading_zeros(u | small)
+            exponent = _63 - leading_zeros(u | small)
             size = exponent - fine
             # Below `small` the exponent is `fine` too, and the token is the number.
             token = (size << fine) + (u >> size)

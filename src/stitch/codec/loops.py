@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from stitch.codec.compiling import (
     NUMPY_INT,
@@ -24,6 +24,7 @@ from stitch.codec.compiling import (
     output_array,
 )
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
+from stitch.codec.intrinsics import prefetch, trailing_zeros
 from stitch.codec.kernels import BLOCK_ROWS, ROW_WORDS
 
 _GOLDEN, _M1, _M2, _M3 = (np.uint64(c) for c in (GOLDEN, MIX_1, MIX_2, MIX_3))
@@ -34,18 +35,8 @@ _ROW_SHIFT, _ROW_MASK = np.uint64(ROW_WORDS.bit_length() - 1), np.uint64(ROW_WOR
 _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
-_GATHER = 256
-"""Old words that are fetched before any is used, so that cache misses overlap."""
-
-
-@intrinsic
-def _trailing_zeros(typingctx, word):  # type: ignore[no-untyped-def]
-    """Zero bits below the lowest one bit of a 64-bit word, which must not be 0."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.cttz(arguments[0], context.get_constant(types.boolean, True))
-
-    return types.uint64(types.uint64), generate
+_AHEAD = 32
+"""Changes between asking for an old word and using it, so that cache misses overlap."""
 
 
 @register_jitable
@@ -123,7 +114,7 @@ def scan(word_bytes: int) -> Callable[..., Any]:
                 at = base + (where[i] << log2)
                 bits = x ^ y
                 while bits != _ZERO:
-                    lane = _trailing_zeros(bits) >> log2_bits
+                    lane = trailing_zeros(bits) >> log2_bits
                     shift = lane << log2_bits
                     positions[np.uint64(count)] = at + np.int64(lane)
                     olds[np.uint64(count)] = word((x >> shift) & mask)
@@ -172,31 +163,27 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
     mask = np.uint64((1 << (8 * word_bytes)) - 1)
 
     def loop(whole, tail, first, positions, new, out):  # type: ignore[no-untyped-def]
-        fetched = np.empty(_GATHER, np.uint64)
         a = _ZERO
         b = _ZERO
         last_index = np.int64(-1)
         word = _ZERO
-        for start in range(0, positions.size, _GATHER):
-            places = positions[start : start + _GATHER]
-            news = new[start : start + _GATHER]
-            for k in range(places.size):
-                index = places[k] >> log2
-                fetched[k] = whole[index] if index < whole.size else tail[0]
-            for k in range(places.size):
-                index = places[k] >> log2
-                # Changes of one 64-bit word follow each other, each from where the last one led.
-                before = word if index == last_index else fetched[k]
-                at = np.uint64(places[k] & lane) * lane_bits
-                word = (before & ~(mask << at)) | (np.uint64(news[k]) << at)
-                last_index = index
-                key = (first + np.uint64(index) + _ONE) * _GOLDEN
-                h, g = _mix(word, key)
-                a += h
-                b += g
-                h, g = _mix(before, key)
-                a -= h
-                b -= g
+        size = positions.size
+        for k in range(size):
+            prefetch(whole, positions[min(k + _AHEAD, size - 1)] >> log2)
+            index = positions[k] >> log2
+            # Changes of one 64-bit word follow each other, each from where the last one led.
+            before = whole[index] if index < whole.size else tail[0]
+            before = word if index == last_index else before
+            at = np.uint64(positions[k] & lane) * lane_bits
+            word = (before & ~(mask << at)) | (np.uint64(new[k]) << at)
+            last_index = index
+            key = (first + np.uint64(index) + _ONE) * _GOLDEN
+            h, g = _mix(word, key)
+            a += h
+            b += g
+            h, g = _mix(before, key)
+            a -= h
+            b -= g
         out[0] += a
         out[1] += b
 
@@ -231,45 +218,39 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     wider = NUMPY_INT[wide]
 
     def loop(whole, tail, first, positions, shift, steps, olds, news, out):  # type: ignore[no-untyped-def]
-        fetched = np.empty(_GATHER, np.uint64)
         a = _ZERO
         b = _ZERO
         bad = 0
         last_index = np.int64(-1)
         word64 = _ZERO
-        for start in range(0, positions.size, _GATHER):
-            places = positions[start : start + _GATHER]
-            moves = steps[start : start + _GATHER]
-            old = olds[start : start + _GATHER]
-            new = news[start : start + _GATHER]
-            for k in range(places.size):
-                index = (places[k] - shift) >> log2
-                fetched[k] = whole[index] if index < whole.size else tail[0]
-            for k in range(places.size):
-                place = places[k] - shift
-                index = place >> log2
-                # Changes of one 64-bit word follow each other, each from where the last one led.
-                before = word64 if index == last_index else fetched[k]
-                at = np.uint64(place & lane) * lane_bits
-                step = signed(moves[k])
-                bad += (step == 0) | (wider(step) != moves[k])
-                x = word((before >> at) & mask)
-                old[k] = x
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                y = word(x + word(step))
-                if ordered:
-                    y = word(y ^ word(sign | word(word(y >> top) - one)))
-                new[k] = y
-                word64 = (before & ~(mask << at)) | (np.uint64(y) << at)
-                last_index = index
-                key = (first + np.uint64(index) + _ONE) * _GOLDEN
-                h, g = _mix(word64, key)
-                a += h
-                b += g
-                h, g = _mix(before, key)
-                a -= h
-                b -= g
+        size = positions.size
+        for k in range(size):
+            prefetch(whole, (positions[min(k + _AHEAD, size - 1)] - shift) >> log2)
+            place = positions[k] - shift
+            index = place >> log2
+            # Changes of one 64-bit word follow each other, each from where the last one led.
+            before = whole[index] if index < whole.size else tail[0]
+            before = word64 if index == last_index else before
+            at = np.uint64(place & lane) * lane_bits
+            step = signed(steps[k])
+            bad += (step == 0) | (wider(step) != steps[k])
+            x = word((before >> at) & mask)
+            olds[k] = x
+            if ordered:
+                x = word(x ^ word(sign | word(zero - word(x >> top))))
+            y = word(x + word(step))
+            if ordered:
+                y = word(y ^ word(sign | word(word(y >> top) - one)))
+            news[k] = y
+            word64 = (before & ~(mask << at)) | (np.uint64(y) << at)
+            last_index = index
+            key = (first + np.uint64(index) + _ONE) * _GOLDEN
+            h, g = _mix(word64, key)
+            a += h
+            b += g
+            h, g = _mix(before, key)
+            a -= h
+            b -= g
         out[0] += a
         out[1] += b
         return bad
