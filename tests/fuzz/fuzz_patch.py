@@ -84,6 +84,8 @@ def write_seeds(folder: Path) -> None:
 
 
 def main() -> None:
+    for name, part in SUBJECT.parts.items():  # compiles the loops, so that no input seems slow
+        assert check_decoding([part], SUBJECT) is None, name
     with tempfile.TemporaryDirectory() as place:
         seeds = Path(place)
         write_seeds(seeds)
