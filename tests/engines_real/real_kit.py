@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models import difference, load
+from real_models import difference, load
 
 from stitch.codec import DigestState
 from stitch.engines.control import ControlClient

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import ClassVar
 
 import pytest
-from models import make_model
 from real_kit import RealVllm
+from real_models import make_model
 
 from stitch.testing.engine_contract import EngineContract, Subject
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from models import load, make_model, real_change, save
 from real_kit import PROMPTS, RealVllm, digest_of
+from real_models import load, make_model, real_change, save
 
 from stitch.engines.control import ControlClient
 from stitch.tensors import HostWeights

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from faulty_worker import FAULT_ENV
-from models import load, make_model, real_change
 from real_kit import PROMPTS, RealVllm, digest_of, wait_for_the_end_of
+from real_models import load, make_model, real_change
 
 from stitch.codec import TensorUpdate, UpdateSet
 from stitch.engines.control import ControlClient

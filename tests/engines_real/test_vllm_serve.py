@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from models import load, make_model, real_change
 from real_kit import (
     QUIET,
     START_S,
@@ -25,6 +24,7 @@ from real_kit import (
     vllm_python,
     wait_for_the_end_of,
 )
+from real_models import load, make_model, real_change
 
 from stitch.board import open_board
 from stitch.engines.vllm.workers import descendants
