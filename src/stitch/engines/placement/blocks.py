@@ -111,6 +111,16 @@ class Block:
         return self.source_stop - self.source == self.num
 
     @cached_property
+    def is_ascending(self) -> bool:
+        """Whether later elements live at higher offsets."""
+        extent = 1
+        for n, _, b in reversed(self.dims):
+            if b < extent:
+                return False
+            extent += (n - 1) * b
+        return True
+
+    @cached_property
     def elements(self) -> SourceSet:
         """What is covered, whatever the live layout."""
         merged: list[tuple[int, int]] = []
@@ -136,7 +146,8 @@ class Block:
             hi = int(np.searchsorted(positions, self.source_stop))
         span = slice(lo, hi)
         if self.is_run:
-            return span, None, positions[span] + (self.live - self.source)
+            shift = self.live - self.source
+            return span, None, positions[span] + shift if shift else positions[span]
         rest = positions[span] - self.source
         offsets = np.full(rest.size, self.live, np.int64)
         inside: npt.NDArray[np.bool_] | None = None

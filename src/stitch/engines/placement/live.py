@@ -115,12 +115,15 @@ def fingerprint(flat: torch.Tensor) -> int:
 
 
 def attribute_tensors(model: torch.nn.Module, live: LiveTensors) -> dict[str, torch.Tensor]:
-    """Path -> tensor, for plain tensors outside `live` that modules or their helpers hold."""
+    """Path -> tensor, for plain tensors outside `live` that modules or their helpers hold.
+
+    Not caches of keys and values: they are large, and no weights.
+    """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in ("_parameters", "_buffers", "_modules") and "cache" not in name:
                 for path, tensor in _tensors_in(f"{prefix}.{name}", value, _DEPTH, seen):
                     if is_plain(tensor) and live.key_of(tensor) is None:
                         found.setdefault(path.lstrip("."), tensor)
@@ -146,6 +149,8 @@ def _tensors_in(
         seen.add(id(value))
         inside = list(vars(value).items())
     for name, item in inside:
+        if "cache" in str(name):
+            continue
         yield from _tensors_in(f"{path}.{name}", item, depth - 1, seen)
 
 

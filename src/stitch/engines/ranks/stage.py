@@ -47,8 +47,8 @@ class Stage:
             self.target.live, tied=tied, dense_limit_bytes=self.target.dense_limit_bytes
         )
 
-    def put(self, number: int, data: bytes | bytearray) -> None:
-        """Take one part; the same again is ignored."""
+    def put(self, number: int, data: bytearray) -> None:
+        """Take one part, for good; the same again is ignored."""
         if self.sealed:
             raise UsageError(f"stage {self.stage_id!r} is sealed")
         if not 0 <= number < MAX_NUM_PARTS:
@@ -82,10 +82,10 @@ class Stage:
         self.sealed = True
 
 
-def read_part(source: bytes | str) -> bytes | bytearray:
+def read_part(source: bytes | str) -> bytearray:
     """A part's bytes: themselves, or the content of a regular file of this user's."""
     if not isinstance(source, str):
-        return bytes(source)
+        return bytearray(source)
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
