@@ -121,7 +121,7 @@ class FakeAgreement:
 
     def __init__(self, schema: Schema, refused: dict[str, str] | None = None) -> None:
         self.schema = schema
-        self.refused = refused or {}
+        self.refused = {} if refused is None else refused
 
     def check_update(self, update: UpdateSet) -> None:
         for item in update.updates:

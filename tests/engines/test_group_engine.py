@@ -15,7 +15,7 @@ from stitch.codec import DigestState, UpdateSet
 from stitch.engines.control import ControlClient
 from stitch.engines.group.control_asgi import ControlAsgi
 from stitch.engines.group.engine import GroupEngine
-from stitch.errors import CorruptPatchError, EngineError, FatalReplicaError
+from stitch.errors import CorruptPatchError, EngineError, FatalReplicaError, UsageError
 from stitch.tensors import HostWeights
 from stitch.testing.engine_contract import BASE, NEXT, EngineContract, Subject, flip_update
 from stitch.testing.synthetic import synthetic_schema, synthetic_weights
@@ -210,8 +210,12 @@ async def test_a_scratch_directory_that_is_gone_fails_the_stage_only(group: Grou
 async def test_tensors_that_cannot_be_changed_in_place_are_named(tmp_path: Path) -> None:
     weights = synthetic_weights(SCHEMA)
     name = SCHEMA.tensors[0].name
-    engine, _ = fake_group(weights, 2, tmp_path, refused={name: "repacked"})
+    refused: dict[str, str] = {}
+    engine, _ = fake_group(weights, 2, tmp_path, refused=refused)
     await engine.bind(BASE, digest_of(weights))
+    refused[name] = "repacked"
     assert (await engine.describe()).fixed_tensors == (name,)
     with pytest.raises(EngineError, match=f"{name} cannot be changed in place: repacked"):
         await engine.stage("a", BASE, NEXT, flip_update(synthetic_weights(SCHEMA), 1))
+    with pytest.raises(UsageError, match=f"{name} among them: repacked"):
+        await engine.bind(BASE, digest_of(weights))

@@ -32,6 +32,7 @@ from stitch.errors import (
     EngineError,
     FatalReplicaError,
     StitchError,
+    UsageError,
 )
 from stitch.types import Schema, VersionRef
 
@@ -122,6 +123,7 @@ class GroupEngine:
 
     async def bind(self, ref: VersionRef, digest: str) -> None:
         async with self._order:
+            self._check_provable()
             found = (await self._sure(self._measure())).version_digest()
             if found != digest:
                 raise BaseMismatchError(
@@ -201,6 +203,16 @@ class GroupEngine:
         self._files.drop()
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _check_provable(self) -> None:
+        """A version is proven by all of its tensors: UsageError if one is out of reach."""
+        refused = self._agreement.refused
+        if refused:
+            name, why = next(iter(refused.items()))
+            raise UsageError(
+                f"{len(refused)} tensors can be neither proven nor changed in place in this "
+                f"engine, {name} among them: {why}"
+            )
 
     async def _measure(self) -> DigestState:
         """The digest of what the ranks hold, a few tensors at a time."""
