@@ -197,6 +197,39 @@ def test_repacked_weights_need_a_second_model() -> None:
     assert max(len(blocks) for blocks in learned["names"].values()) == 1
 
 
+def test_a_second_model_that_cannot_be_built_refuses_what_needs_it() -> None:
+    layout = Layout(experts=True, repack=True)
+    weights = checkpoint(layout)
+    model = built(layout, 0, pairs(weights))
+
+    def build(given: Pairs) -> torch.nn.Module:
+        raise MemoryError("no room")
+
+    learned = learn(model, weights.schema, model.load_weights, weights, build)
+    assert len(learned.refused) == 12
+    assert any("no room" in note for note in learned.notes)
+
+
+def test_a_hidden_copy_is_found_with_a_second_model() -> None:
+    """As a layout made once at start-up: the loader does not know of it."""
+    layout = Layout()
+    weights = checkpoint(layout)
+
+    def build(given: Pairs) -> ShardedModel:
+        model = built(layout, 0, given)
+        model.packed = model.o.data.t().contiguous()
+        model.scratch = torch.zeros(512, dtype=torch.bfloat16)
+        model.noise = torch.linspace(1, 9, 400).to(torch.bfloat16)
+        return model
+
+    model = build(pairs(weights))
+    learned = learn(model, weights.schema, model.load_weights, weights, build)
+    assert not learned.refused
+    assert {block.key for block in learned.placement["o_proj.weight"]} == {"o", "packed"}
+    assert any("noise" in note for note in learned.notes)
+    assert not any("scratch" in note for note in learned.notes)
+
+
 def test_refused_names_are_not_staged_and_others_are() -> None:
     layout = Layout(experts=True, repack=True)
     weights = checkpoint(layout)

@@ -22,7 +22,9 @@ from placement_kit import (
 
 from stitch.codec import DigestState, TensorUpdate, UpdateSet
 from stitch.engines.placement import pile as pile_module
+from stitch.engines.placement.digest import block_terms
 from stitch.engines.placement.pile import Pile
+from stitch.engines.ranks import lanes as lanes_module
 from stitch.engines.ranks import port
 from stitch.engines.ranks.agreement import Agreement
 from stitch.errors import EngineError, FatalReplicaError
@@ -299,23 +301,25 @@ def test_missing_ranks_and_missing_elements_are_noticed(weights: HostWeights) ->
     assert "overlap" in refused["q_proj.weight"]
 
 
-def test_digests_during_a_commit_are_not_mixed(weights: HostWeights, ranks: Ranks) -> None:
+def test_digests_during_a_commit_are_not_mixed(
+    weights: HostWeights, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = ranks.ranks[0]
     ranks.stage("a", random_update(weights, 0))
-    block, calls = rank._block, []
+    calls: list[Any] = []
 
-    def slow(*args: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         if len(calls) == 2:
             thread = threading.Thread(target=rank.commit, args=("a",))
             thread.start()
             thread.join()
         calls.append(args)
-        return block(*args)
+        return block_terms(*args)
 
-    rank._block = slow  # type: ignore[method-assign]
-    answer = rank.lanes()
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes_module, "block_terms", interrupted)
+        answer = rank.lanes()
     assert "ask again" in answer["error"]
-    rank._block = block  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="ask again"):
         ranks.digest()
     ranks.ranks[1].commit("a")

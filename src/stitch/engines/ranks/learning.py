@@ -21,6 +21,7 @@ from stitch.engines.placement.readback import read_back
 from stitch.engines.placement.record import Load, Recording, Weights, record
 from stitch.engines.placement.shadow import Run, learn_digits
 from stitch.tensors.reader import WeightReader, spans
+from stitch.tensors.torch_state import BITS, TORCH_DTYPES
 from stitch.types import Schema
 
 Build = Callable[[Weights], torch.nn.Module]
@@ -87,7 +88,10 @@ class _Learning:
             self._by_digits(again, self._swapped, "read where the loader leaves them")
         if self._build is not None and (self._wrong or hidden):
             names = set(self._schema.index) if hidden else set(self._wrong)
-            self._by_digits(names, self._second_model, "read in a second model")
+            try:
+                self._by_digits(names, self._second_model, "read in a second model")
+            except Exception as error:  # the engine's own code: what is in doubt stays refused
+                self._notes.append(f"no second model could be read: {error!r:.300}")
         self._check_derived(recording)
         for path in sorted(hidden):
             if not self._placed_in(path):
@@ -156,12 +160,19 @@ class _Learning:
         hidden: set[str] = set()
         derived = recording.derived
         for path, tensor in attribute_tensors(self._model, self._live).items():
-            suspicious = tensor.is_floating_point() and tensor.numel() >= MIN_HIDDEN_WORDS
-            if path in derived or suspicious:
+            if path in derived or self._suspicious(tensor):
                 storage = self._live.adopt(path, tensor)
                 if path not in derived and storage is not None and storage.key == path:
                     hidden.add(path)
         return hidden
+
+    def _suspicious(self, tensor: torch.Tensor) -> bool:
+        """Whether it may hold weights: of a served dtype, and no constant."""
+        dtypes = {TORCH_DTYPES.get(spec.dtype) for spec in self._schema.tensors}
+        if tensor.dtype not in dtypes or tensor.numel() < MIN_HIDDEN_WORDS:
+            return False
+        words = tensor.detach().reshape(-1).view(BITS[tensor.element_size()])
+        return bool((words != words[0]).any())
 
     def _placed_in(self, key: str) -> int:
         return sum(

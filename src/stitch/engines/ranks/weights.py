@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from stitch import failpoints
-from stitch.engines.placement.blocks import Block
-from stitch.engines.placement.copies import copy_agrees, split_copies
-from stitch.engines.placement.digest import block_terms
+from stitch.engines.placement.copies import split_copies
 from stitch.engines.placement.record import Load
-from stitch.engines.placement.terms import Terms, join
+from stitch.engines.ranks.lanes import Split, live_terms
 from stitch.engines.ranks.learning import Build, Learned, learn
 from stitch.engines.ranks.port import Answer, failure
 from stitch.engines.ranks.stage import Stage, Target, read_part
@@ -58,7 +56,7 @@ class RankWeights:
         self._learned: Learned | None = None
         self._answer: Answer = {}
         self._target: Target | None = None
-        self._primaries: dict[str, tuple[tuple[Block, ...], tuple[Block, ...]]] = {}
+        self._splits: dict[str, Split] = {}
         self._stage: Stage | None = None
         self._last: Stage | None = None
         """The stage whose commit can be undone."""
@@ -86,7 +84,7 @@ class RankWeights:
         names = {}
         for name in learned.placement:
             blocks = split_copies(learned.placement[name], self._schema[name].num_words)
-            self._primaries[name] = blocks
+            self._splits[name] = blocks
             names[name] = [block.elements.to_json() for block in blocks[0]]
         self._learned = learned
         self._answer = {
@@ -113,8 +111,8 @@ class RankWeights:
                 {name: placement[twin] for name, twin in twins.items()}
             )
             for name, twin in twins.items():
-                if twin in self._primaries:
-                    self._primaries[name] = self._primaries[twin]
+                if twin in self._splits:
+                    self._splits[name] = self._splits[twin]
             self._target = Target(
                 self._schema,
                 learned.live,
@@ -275,29 +273,14 @@ class RankWeights:
         unknown = [name for name in wanted if name not in self._schema]
         if unknown:
             raise SchemaMismatchError(f"no tensors are named {unknown[:5]}")
-        terms: dict[str, list[list[str]]] = {}
-        differing: list[str] = []
-        for name in wanted:
-            if name not in target.placement:
-                continue
-            primaries, copies = self._primaries[name]
-            terms[name] = [self._block(name, b, target, epoch).to_json() for b in primaries]
-            with self._locked(epoch):
-                if not all(copy_agrees(copy, primaries, target.live) for copy in copies):
-                    differing.append(name)
+        terms, differing = live_terms(
+            [name for name in wanted if name in target.placement],
+            self._splits,
+            target.live,
+            self._schema,
+            lambda: self._locked(epoch),
+        )
         return {**self._where, "state": state, "terms": terms, "differing": differing}
-
-    def _block(self, name: str, block: Block, target: Target, epoch: int) -> Terms:
-        """One block's terms, the lock being held for one piece at a time."""
-        spec = self._schema[name]
-        pieces = block_terms(block, target.live[block.key], spec.word_bytes, spec.num_words)
-        found: list[Terms] = []
-        while True:
-            with self._locked(epoch):
-                piece = next(pieces, None)
-            if piece is None:
-                return join(found, spec.num_bytes)
-            found.append(piece)
 
     # --- calls in threads --------------------------------------------------------------------
 
