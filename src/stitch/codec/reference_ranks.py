@@ -99,8 +99,9 @@ class Row:
     low_size: int = 0
     flips: bool = False
     inverted: bool = False
-    changed: int = 0
-    coded: int = 0
+    changed: list[int] = field(default_factory=list)
+    """By lane."""
+    coded: list[int] = field(default_factory=list)
     base: int = 0
     down: bool = False
 
@@ -135,8 +136,8 @@ class Reader:
         gap, size = self.number("<B"), self.number("<B")
         row.low_gap, row.guess = gap % 32, gap // 32
         row.inverted, row.flips, row.low_size = bool(size & 1), bool(size & 2), size >> 2
-        row.changed = self.varint()
-        row.coded = self.varint() if row.inverted else row.changed
+        row.changed = [self.varint() for _ in range(4)]
+        row.coded = [self.varint() for _ in range(4)] if row.inverted else row.changed
         base = self.varint()
         row.base, row.down = base >> 1, bool(base & 1)
         return row
@@ -224,7 +225,7 @@ def decode(
     reader = Reader(payload)
     rows = [None] * (reader.number("<B") + 1)
     table = [reader.row() for _ in rows]
-    assert sum(row.changed for row in table) == num_changed
+    assert sum(sum(row.changed) for row in table) == num_changed
     num_bytes = reader.number("<I")
     bits = Bits(int.from_bytes(reader.take(num_bytes), "little"))
     rest = payload[reader.at :]
@@ -232,18 +233,21 @@ def decode(
     models = [Model() for _ in range(5)]
     new = old.copy()
     for row in table:
-        members = [i for i, cls in enumerate(classes) if cls == row.id]
+        count = sum(row.changed)
         models[0].guess(row.guess)
-        gaps = read_gaps(states.run(models[0], row.coded, 15), row, bits)
-        flips = states.run(models[1], row.changed) if row.flips else [0] * row.changed
+        gaps = read_gaps(states.run(models[0], sum(row.coded), 15), row, bits)
+        flips = states.run(models[1], count) if row.flips else [0] * count
         symbols = [states.run(models[2], flips.count(0)), states.run(models[3], flips.count(1))]
         lengths = states.run(models[4], sum(s >= 14 for run in symbols for s in run))
         values = [read_value(symbols[flip], lengths, row, bits) for flip in flips]
-        places = changed_members(gaps, row, len(members))
-        assert len(places) == row.changed
-        for place, value, flip in zip(places, values, flips, strict=True):
-            at = members[place]
-            new[at] = moved(old[at : at + 1], value, flip, dtype)
+        for lane in range(4):
+            members = [i for i, cls in enumerate(classes) if cls == row.id and i % 4 == lane]
+            coded = [gaps.pop(0) for _ in range(row.coded[lane])]
+            places = changed_members(coded, row.inverted, len(members))
+            assert len(places) == row.changed[lane]
+            for place in places:
+                at = members[place]
+                new[at] = moved(old[at : at + 1], values.pop(0), flips.pop(0), dtype)
     assert states.x == 65536
     assert states.used == len(states.numbers)
     assert -(-bits.at // 8) == num_bytes
@@ -274,14 +278,14 @@ def read_value(symbols: list[int], lengths: list[int], row: Row, bits: Bits) -> 
     return -size if symbol % 2 else size
 
 
-def changed_members(gaps: list[int], row: Row, size: int) -> list[int]:
-    """Ranks that change, of a class with `size` elements."""
+def changed_members(gaps: list[int], inverted: bool, size: int) -> list[int]:
+    """Ranks that change, of a class and lane with `size` elements."""
     ranks, rank = [], -1
     for gap in gaps:
         rank += gap + 1
         ranks.append(rank)
-    assert rank < size
-    return sorted(set(range(size)) - set(ranks)) if row.inverted else ranks
+    assert rank < size or not gaps
+    return sorted(set(range(size)) - set(ranks)) if inverted else ranks
 
 
 def moved(old: Words, value: int, flip: int, dtype: str) -> int:
@@ -363,16 +367,23 @@ def encode(old: Words, new: Words, dtype: str, classes: Sequence[int], choices: 
     writer, models, rows = Writer(), [Model() for _ in range(5)], b""
     ids = sorted({cls for cls, a, b in zip(classes, old, new, strict=True) if a != b})
     for cls in ids:
-        members = np.array([i for i, other in enumerate(classes) if other == cls])
-        differs = [bool(old[i] != new[i]) for i in members]
-        gaps, run = [], 0
-        for changed in differs:
-            if changed != choices.invert:
-                gaps.append(run)
-                run = 0
-            else:
-                run += 1
-        at = members[differs]
+        changed: list[int] = []
+        gaps: list[int] = []
+        coded: list[int] = []
+        at: list[int] = []
+        for lane in range(4):
+            run, before = 0, len(gaps)
+            members = [i for i, other in enumerate(classes) if other == cls and i % 4 == lane]
+            differing = [i for i in members if old[i] != new[i]]
+            for i in members:
+                if (old[i] != new[i]) != choices.invert:
+                    gaps.append(run)
+                    run = 0
+                else:
+                    run += 1
+            changed.append(len(differing))
+            coded.append(len(gaps) - before)
+            at += differing
         pairs = values_and_flips(old[at], new[at], dtype)
         sizes = [abs(value) for value, _ in pairs]
         base = max(sizes) if choices.down else min(sizes)
@@ -384,7 +395,7 @@ def encode(old: Words, new: Words, dtype: str, classes: Sequence[int], choices: 
                 4 * choices.low_size + 2 * flips + choices.invert,
             ]
         )
-        rows += varint(len(pairs)) + (varint(len(gaps)) if choices.invert else b"")
+        rows += b"".join(map(varint, changed + (coded if choices.invert else [])))
         rows += varint(2 * base + choices.down)
         write_class(writer, models, gaps, pairs, base, flips, choices)
     bits = writer.bits.value.to_bytes(-(-writer.bits.at // 8), "little")

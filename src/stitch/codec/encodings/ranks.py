@@ -76,10 +76,16 @@ class Ranks:
         gaps, values, flips = kernels.decode(
             table, rest[:num_bytes], rest[num_bytes:], bucket.num_elements, what
         )
-        slices = class_words(bucket, old.whole(), scales, old.weights)
-        positions, order = kernels.place(slices, table, gaps, what)
-        before = old.at(positions)
-        after = take_values(before, values[order], flips[order], bucket.dtype, what)
+        held = old.whole()
+        positions, before, after = kernels.place(
+            zip(held, class_words(bucket, held, scales, old.weights), strict=True),
+            table,
+            gaps,
+            values,
+            flips,
+            ordered=is_ordered_by_sign(bucket.dtype),
+            what=what,
+        )
         return DecodedChanges(positions=positions, old=before, new=after)
 
 
@@ -95,23 +101,3 @@ def values_between(old: Words, new: Words, dtype: str) -> tuple[Values, Flips]:
     size = old.dtype.type((1 << int(top)) - 1)
     values = (new & size).astype(np.int64) - (old & size).astype(np.int64)
     return values, ((old ^ new) >> top).astype(np.uint8)
-
-
-def take_values(old: Words, values: Values, flips: Flips, dtype: str, what: str) -> Words:
-    """The words that lie `values` (k,) from `old`. Raises CorruptPatchError for impossible ones."""
-    bits = 8 * old.itemsize
-    if not is_ordered_by_sign(dtype):
-        half = 1 << (bits - 1)
-        if flips.any() or (bits < 64 and ((values < -half) | (values >= half)).any()):
-            raise CorruptPatchError(f"{what}: a difference is too wide for its word")
-        new: Words = old + values.astype(old.dtype)
-        return new
-    size = old.dtype.type((1 << (bits - 1)) - 1)
-    # A sum beyond 64 bits wraps to a negative number.
-    magnitude = (old & size).astype(np.int64) + values
-    if ((magnitude < 0) | (magnitude > int(size))).any():
-        raise CorruptPatchError(f"{what}: a difference leads to a magnitude that words do not have")
-    top = old.dtype.type(bits - 1)
-    sign = (old & ~size) ^ (flips.astype(old.dtype) << top)
-    moved: Words = magnitude.astype(old.dtype) | sign
-    return moved

@@ -1,6 +1,6 @@
 """What the compiled loops of `ranks` do, for ordinary arrays. numba is imported on first use.
 
-The slow form of everything is in :mod:`stitch.codec.ranks.reference`.
+The slow form of everything is in :mod:`stitch.codec.reference_ranks`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from stitch.codec.ranks.table import (
     CHANGED,
     CODED,
     COLUMNS,
+    FLIPS,
     GAP_SHIFT,
     ID,
-    INVERTED,
+    LANE_CHANGED,
+    LANES,
     MAX_CLASSES,
     VALUE_SHIFT,
     Table,
 )
-from stitch.codec.words import Positions
+from stitch.codec.words import Positions, Words
 from stitch.errors import CorruptPatchError
 
 Values = npt.NDArray[np.int64]
@@ -34,6 +36,11 @@ Flips = npt.NDArray[np.uint8]
 
 _NEVER = 0xFFFFFFFF
 _MORE, _ESCAPE_BITS, _LARGEST_ESCAPE_SHARE = 15, 70, 10
+
+
+def _by_class(by_key: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Numbers by key as (classes, lanes)."""
+    return np.ascontiguousarray(by_key.reshape(LANES, MAX_CLASSES).T, np.int64)
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,10 @@ def warm(word_bytes: int) -> None:
     """Compile what words of this size need."""
     from stitch.codec.ranks import class_loops, coder_loops, plan_loops, position_loops
 
-    for size in {1, word_bytes}:
-        position_loops.rank_words(size)
-        position_loops.place_words(size)
+    position_loops.unfold_gaps()
+    position_loops.rank_words(word_bytes)
+    for ordered in (False, True):
+        position_loops.place_words(word_bytes, word_bytes, ordered)
     for make in (class_loops.encode, class_loops.decode, coder_loops.fold):
         make()
     plan_loops.group()
@@ -65,26 +73,31 @@ def encode(
     from stitch.codec.ranks import class_loops, coder_loops, plan_loops, position_loops
 
     num_changed = positions.size
-    counts = np.zeros((8, MAX_CLASSES), np.uint32)
+    counts = np.zeros(position_loops.NUM_KEYS, np.uint32)
     ranks = np.empty(num_changed, np.uint32)
-    classes = np.empty(num_changed, np.uint8)
+    keys = np.empty(num_changed, np.uint16)
     origin = lo = 0
     for part in slices:
         hi = int(np.searchsorted(positions, origin + part.words.size))
         rank = position_loops.rank_words(part.words.itemsize)
         shape = (np.uint64(part.shift), np.uint64(part.mask))
-        rank(part.words, *shape, positions[lo:hi], origin, counts, ranks[lo:hi], classes[lo:hi])
+        rank(part.words, *shape, positions[lo:hi], origin, counts, ranks[lo:hi], keys[lo:hi])
         origin, lo = origin + part.words.size, hi
-    changed = np.bincount(classes, minlength=MAX_CLASSES).astype(np.int64)
+    changed = _by_class(np.bincount(keys, minlength=counts.size))
+    starts = (np.cumsum(changed) - changed.ravel()).reshape(changed.shape).T.ravel()
     by_class = [np.empty_like(array) for array in (ranks, values, flips)]
-    plan_loops.group()(classes, ranks, values, flips, np.cumsum(changed) - changed, *by_class)
+    plan_loops.group()(keys, ranks, values, flips, starts, *by_class)
+    del keys, ranks, values, flips
     table = np.zeros((MAX_CLASSES, COLUMNS), np.int64)
     gaps = np.empty(num_changed, np.uint32)
-    totals = counts.sum(axis=0, dtype=np.int64)
-    table = table[: plan_loops.plan()(totals, changed, *by_class, table, gaps)]
+    by_lane = _by_class(counts)
+    table = table[: plan_loops.plan()(by_lane, changed, *by_class, table, gaps)]
+    totals = by_lane.sum(axis=1)
 
-    gap_symbols = table[:, CODED] + (totals[table[:, ID]] >> table[:, GAP_SHIFT]) // _MORE + 1
-    num_symbols = int(gap_symbols.sum()) + 3 * num_changed
+    gap_symbols = table[:, CODED] + (totals[table[:, ID]] >> table[:, GAP_SHIFT]) // _MORE + LANES
+    flipping = table[table[:, FLIPS] == 1]
+    num_symbols = int(gap_symbols.sum() + flipping[:, CHANGED].sum()) + num_changed
+    num_symbols += num_changed // _LARGEST_ESCAPE_SHARE
     num_bits = int((table[:, CODED] * table[:, GAP_SHIFT]).sum())
     num_bits += int((table[:, CHANGED] * table[:, VALUE_SHIFT]).sum())
     num_bits += num_changed // _LARGEST_ESCAPE_SHARE * _ESCAPE_BITS
@@ -142,43 +155,67 @@ _OUTCOMES = {
 
 
 def place(
-    slices: Iterable[ClassWords], table: Table, gaps: npt.NDArray[np.uint32], what: str
-) -> tuple[Positions, npt.NDArray[np.int64]]:
-    """Ascending positions (k,) of the changes, and the index (k,) of each one's value.
+    slices: Iterable[tuple[Words, ClassWords]],
+    table: Table,
+    gaps: npt.NDArray[np.uint32],
+    values: Values,
+    flips: Flips,
+    *,
+    ordered: bool,
+    what: str,
+) -> tuple[Positions, Words, Words]:
+    """Ascending positions (k,) of the changes, and the old and new words (k,) there.
 
-    Raises CorruptPatchError unless every class has exactly the words that the table needs.
+    `slices`: the bucket's old words, and what their classes follow from. `ordered`: words are sign
+    and magnitude. Raises CorruptPatchError unless every class has exactly the words that the table
+    needs, and every value leads to a word.
     """
     from stitch.codec.ranks import position_loops as loops
 
-    values_end = np.cumsum(table[:, CHANGED])
-    gaps_end = np.cumsum(table[:, CODED])
-    first = np.full(len(table), _NEVER, np.int64)
-    has_gaps = table[:, CODED] > 0
-    first[has_gaps] = gaps[(gaps_end - table[:, CODED])[has_gaps]]
-    inverted = table[:, INVERTED] == 1
-    cursors = np.zeros((6, MAX_CLASSES), np.int64)
-    rows = np.zeros((len(table), 6), np.int64)
-    rows[:, loops.NEXT_GAP], rows[:, loops.GAPS_END] = gaps_end - table[:, CODED], gaps_end
-    rows[:, loops.NEXT_VALUE], rows[:, loops.VALUES_END] = (
-        values_end - table[:, CHANGED],
-        values_end,
-    )
-    rows[:, loops.INVERTED], rows[:, loops.RUN] = inverted, first
-    cursors[:, table[:, ID]] = rows.T
-    waits = np.full(MAX_CLASSES, _NEVER, np.uint32)
-    waits[table[:, ID]] = np.where(inverted, 0, first)
-    num_changed = int(values_end[-1])
-    positions, order = np.empty(num_changed, np.int64), np.empty(num_changed, np.int64)
+    num_changed = values.size
+    waits = np.empty(num_changed, np.uint32)
+    ends = np.empty((len(table), LANES), np.int64)
+    if not loops.unfold_gaps()(table, gaps, waits, ends):
+        raise CorruptPatchError(f"{what}: a class has more gaps than changes")
+    num_values = table[:, LANE_CHANGED]
+    stops = np.cumsum(num_values).reshape(num_values.shape)
+    at = np.ix_(np.arange(LANES), table[:, ID])
+    following, stop = np.zeros((2, LANES, MAX_CLASSES), np.int64)
+    following[at], stop[at] = (stops - num_values).T, stops.T
+    following, stop = following.ravel(), stop.ravel()
+    now = np.full(loops.NUM_KEYS + 1, _NEVER, np.uint32)
+    some = following < stop
+    now[:-1][some] = waits[following[some]]
+    positions = np.empty(num_changed, np.int64)
+    old = new = np.empty(0, np.uint8)
     origin = found = 0
-    for part in slices:
-        loop = loops.place_words(part.words.itemsize)
-        shape: Any = (np.uint64(part.shift), np.uint64(part.mask))
-        found = loop(part.words, *shape, origin, gaps, cursors, waits, found, positions, order)
+    for words, part in slices:
+        if not origin:
+            old, new = np.empty(num_changed, words.dtype), np.empty(num_changed, words.dtype)
+        loop = loops.place_words(words.itemsize, part.words.itemsize, ordered)
+        found = loop(
+            words,
+            part.words,
+            np.uint64(part.shift),
+            np.uint64(part.mask),
+            origin,
+            waits,
+            now,
+            following,
+            stop,
+            values,
+            flips,
+            found,
+            positions,
+            old,
+            new,
+        )
         if found < 0:
-            raise CorruptPatchError(f"{what}: a class has more words than changes")
-        origin += part.words.size
-    rows = cursors[:, table[:, ID]].T
-    all_placed = rows[:, loops.NEXT_VALUE] == rows[:, loops.VALUES_END]
-    if not (all_placed & (rows[:, loops.NEXT_GAP] == rows[:, loops.GAPS_END])).all():
+            raise CorruptPatchError(f"{what}: a value leads to a word that does not exist")
+        origin += words.size
+    if found != num_changed:
         raise CorruptPatchError(f"{what}: a class has too few words for its changes")
-    return positions, order
+    after = _NEVER - now[:-1].astype(np.int64).reshape(LANES, MAX_CLASSES)[at].T
+    if ((ends >= 0) & (ends != after)).any():
+        raise CorruptPatchError(f"{what}: a class has more or fewer words than its gaps tell")
+    return positions, old, new

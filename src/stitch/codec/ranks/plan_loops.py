@@ -25,6 +25,9 @@ from stitch.codec.ranks.table import (
     GAP_SHIFT,
     ID,
     INVERTED,
+    LANE_CHANGED,
+    LANE_CODED,
+    LANES,
     LOWEST_RATIO,
     MAX_BASE,
     MAX_CLASSES,
@@ -36,6 +39,7 @@ from stitch.codec.ranks.table import (
     VALUE_SHIFT,
 )
 
+_LANE_CHANGED, _LANE_CODED = LANE_CHANGED.start, LANE_CODED.start
 _COMMON = 26214
 """65536ths: gaps keep as many low bits as leave less than this for the first symbol."""
 _ESCAPES = 10
@@ -44,16 +48,16 @@ _ESCAPES = 10
 
 @cache
 def group() -> Callable[..., Any]:
-    """(classes, ranks, values, flips, starts, ranks_out, values_out, flips_out).
+    """(keys, ranks, values, flips, starts, ranks_out, values_out, flips_out).
 
-    Sorts by class, otherwise keeping the order. `starts` (256,): where each class begins; used up.
+    Sorts by key, otherwise keeping the order. `starts` (keys,): where each key begins; used up.
     """
 
-    def loop(classes, ranks, values, flips, starts, ranks_out, values_out, flips_out):  # type: ignore[no-untyped-def]
-        for i in range(classes.size):
-            cls = classes[i]
-            to = np.uint64(starts[cls])
-            starts[cls] += 1
+    def loop(keys, ranks, values, flips, starts, ranks_out, values_out, flips_out):  # type: ignore[no-untyped-def]
+        for i in range(keys.size):
+            key = keys[i]
+            to = np.uint64(starts[key])
+            starts[key] += 1
             ranks_out[to] = ranks[i]
             values_out[to] = values[i]
             flips_out[to] = flips[i]
@@ -61,7 +65,7 @@ def group() -> Callable[..., Any]:
     return compiled(
         loop,
         types.void,
-        input_array(types.uint8),
+        input_array(types.uint16),
         input_array(types.uint32),
         input_array(types.int64),
         input_array(types.uint8),
@@ -178,31 +182,40 @@ def _fit_values(row, values, flips):  # type: ignore[no-untyped-def]
 def plan() -> Callable[..., Any]:
     """(totals, changed, ranks, values, flips, table, gaps) -> rows.
 
-    `totals`, `changed` (256,): words and changed words of each class. `ranks`, `values`, `flips`
-    (k,) lie class by class. `table` (256, COLUMNS) gets a row for each class with changes, `gaps`
-    the gaps class by class; there are at most k of them.
+    `totals`, `changed` (256, LANES): words and changed words of each class, by lane. `ranks`,
+    `values`, `flips` (k,) lie class by class, and lane by lane there. `table` (256, COLUMNS) gets a
+    row for each class with changes, `gaps` the gaps in the same order; there are at most k of them.
     """
 
     def loop(totals, changed, ranks, values, flips, table, gaps):  # type: ignore[no-untyped-def]
         rows = 0
-        at = 0
+        at = np.int64(0)
         gap_at = 0
         for cls in range(MAX_CLASSES):
-            count = changed[cls]
+            count = np.int64(0)
+            size = np.int64(0)
+            for lane in range(LANES):
+                count += changed[cls, lane]
+                size += totals[cls, lane]
             if count == 0:
                 continue
-            size = totals[cls]
             row = table[rows]
             rows += 1
             row[ID] = cls
             row[CHANGED] = count
             row[INVERTED] = 2 * count > size
-            if row[INVERTED]:
-                coded = _gaps_between(ranks[at : at + count], size, gaps[gap_at:])
-            else:
-                coded = _gaps_of(ranks[at : at + count], gaps[gap_at:])
-            row[CODED] = coded
-            gap_at += coded
+            begin = at
+            for lane in range(LANES):
+                end = begin + changed[cls, lane]
+                if row[INVERTED]:
+                    coded = _gaps_between(ranks[begin:end], totals[cls, lane], gaps[gap_at:])
+                else:
+                    coded = _gaps_of(ranks[begin:end], gaps[gap_at:])
+                row[_LANE_CHANGED + lane] = end - begin
+                row[_LANE_CODED + lane] = coded
+                row[CODED] += coded
+                gap_at += coded
+                begin = end
             _guess_gaps(row, size)
             _fit_values(row, values[at : at + count], flips[at : at + count])
             at += count
@@ -211,8 +224,8 @@ def plan() -> Callable[..., Any]:
     return compiled(
         loop,
         types.int64,
-        input_array(types.int64),
-        input_array(types.int64),
+        input_array(types.int64, 2),
+        input_array(types.int64, 2),
         input_array(types.uint32),
         input_array(types.int64),
         input_array(types.uint8),

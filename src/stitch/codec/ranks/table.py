@@ -13,11 +13,17 @@ from stitch.errors import CorruptPatchError
 Table = npt.NDArray[np.int64]
 """(classes, COLUMNS), ascending by ID."""
 
+LANES = 4
+"""Position p of a bucket is in lane p % LANES; each lane's elements are counted apart."""
+
 ID, CHANGED, CODED, INVERTED, FLIPS, DOWN, GAP_SHIFT, RATIO, VALUE_SHIFT, BASE = range(10)
 """Columns: the class; its changed elements; its coded gaps; whether those lead to unchanged
 elements; whether signs flip; whether magnitudes count down from the base; low bits of a gap; first
 guess of the gaps' distribution (65536ths); low bits of a magnitude; the base of magnitudes."""
-COLUMNS = 10
+LANE_CHANGED = slice(10, 10 + LANES)
+LANE_CODED = slice(10 + LANES, 10 + 2 * LANES)
+"""Columns: what CHANGED and CODED are the sums of, lane by lane."""
+COLUMNS = 10 + 2 * LANES
 
 MAX_CLASSES = 256
 MAX_GAP_SHIFT = 27
@@ -35,9 +41,8 @@ def write_table(table: Table) -> bytes:
         out.append(row[ID])
         out.append(row[GAP_SHIFT] | ratio << 5)
         out.append(row[VALUE_SHIFT] << 2 | row[FLIPS] << 1 | row[INVERTED])
-        _append_varint(out, row[CHANGED])
-        if row[INVERTED]:
-            _append_varint(out, row[CODED])
+        for number in row[LANE_CHANGED] + (row[LANE_CODED] if row[INVERTED] else []):
+            _append_varint(out, number)
         _append_varint(out, row[BASE] << 1 | row[DOWN])
     return bytes(out)
 
@@ -66,8 +71,11 @@ def read_table(
         row[ID], gap, value = source.byte(), source.byte(), source.byte()
         row[GAP_SHIFT], row[RATIO] = gap & 31, LOWEST_RATIO + (gap >> 5) * RATIO_STEP
         row[VALUE_SHIFT], row[FLIPS], row[INVERTED] = value >> 2, value >> 1 & 1, value & 1
-        row[CHANGED] = source.varint(num_changed)
-        row[CODED] = source.varint(num_elements) if row[INVERTED] else row[CHANGED]
+        row[LANE_CHANGED] = [source.varint(num_changed) for _ in range(LANES)]
+        row[LANE_CODED] = row[LANE_CHANGED]
+        if row[INVERTED]:
+            row[LANE_CODED] = [source.varint(num_elements) for _ in range(LANES)]
+        row[CHANGED], row[CODED] = row[LANE_CHANGED].sum(), row[LANE_CODED].sum()
         base = source.varint(2 * MAX_BASE + 1)
         row[BASE], row[DOWN] = base >> 1, base & 1
         if row[ID] <= previous or row[CHANGED] == 0:
