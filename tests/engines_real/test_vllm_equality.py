@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,11 +85,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
 
 
 @pytest.fixture
-async def live(server: RealVllm) -> Live:
+async def live(server: RealVllm) -> AsyncIterator[Live]:
     subject = await server.fresh()
+    await subject.engine.bind(at(0), subject.digest)
     client = server.client()
-    await client.bind(at(0), subject.digest)
-    return Live(server, client, subject.weights)
+    yield Live(server, client, subject.weights)
+    await client.close()
+    await subject.engine.close()
 
 
 async def test_a_prompt_cached_before_a_commit_is_not_answered_from_the_old_cache(

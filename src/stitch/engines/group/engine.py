@@ -94,7 +94,7 @@ class GroupEngine:
         agreement = Agreement.of(schema, answers)
         check(await workers.call("settle", agreement.settlement))
         for note in agreement.notes:
-            _log.warning("event=placement note=%r", note)
+            _log.info("event=placement note=%r", note)
         for name, why in agreement.refused.items():
             _log.warning("event=not_in_place tensor=%s reason=%r", name, why)
         _log.info(
