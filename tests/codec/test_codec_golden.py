@@ -32,7 +32,7 @@ INDEX = GOLDEN / "index.json"
 WRITE = bool(os.environ.get("STITCH_WRITE_GOLDEN"))
 
 DTYPES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
-CASES = [f"{encoding}-{dtype}" for encoding in ("gaps", "dense") for dtype in DTYPES]
+CASES = [f"{encoding}-{dtype}" for encoding in ("gaps", "ranks", "dense") for dtype in DTYPES]
 
 
 def sequence(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -31,6 +31,7 @@ def warm(schema: Schema | None = None) -> None:
     With a schema, only those for its words. Compiling all takes some 20 s once per machine.
     """
     from stitch.codec import bins, dense_loops, gap_loops, loops
+    from stitch.codec.ranks import kernels as rank_kernels
 
     loops.sum_words()
     gap_loops.to_gaps()
@@ -45,6 +46,7 @@ def warm(schema: Schema | None = None) -> None:
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
         dense_loops.warm(word_bytes, ordered)
+        rank_kernels.warm(word_bytes, ordered)
     widths = {max(2, word_bytes) for word_bytes, _ in kinds}
     bins.warm([np.dtype("<u4"), *(SIGNED_DTYPES[width] for width in sorted(widths))])
 

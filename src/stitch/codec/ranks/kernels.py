@@ -52,18 +52,21 @@ class Coded:
     stream: bytes
 
 
-def warm(word_bytes: int) -> None:
-    """Compile what words of this size need."""
+def warm(word_bytes: int, ordered: bool) -> None:
+    """Compile what words of this kind need, or load it from numba's cache."""
     from stitch.codec.ranks import class_loops, coder_loops, plan_loops, position_loops
 
-    position_loops.unfold_gaps()
     position_loops.rank_words(word_bytes)
-    for ordered in (False, True):
-        position_loops.place_words(word_bytes, word_bytes, ordered)
-    for make in (class_loops.encode, class_loops.decode, coder_loops.fold):
+    position_loops.place_words(word_bytes, word_bytes, ordered)
+    for make in (
+        position_loops.unfold_gaps,
+        class_loops.encode,
+        class_loops.decode,
+        coder_loops.fold,
+        plan_loops.group,
+        plan_loops.plan,
+    ):
         make()
-    plan_loops.group()
-    plan_loops.plan()
 
 
 def encode(
