@@ -7,13 +7,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stitch.board import Board, Run, open_board
+from stitch.codec import warm
 from stitch.demo.events import EventReader
 from stitch.demo.long_requests import LongRequests, post_json
 from stitch.demo.models import prepare_model
@@ -23,6 +24,7 @@ from stitch.demo.report import Outcome, Proof, print_report, write_report
 from stitch.demo.settings import RUN, DemoSettings, TrainerPlan, spare_cpus
 from stitch.demo.watch import FleetWatch
 from stitch.errors import FatalError, UsageError
+from stitch.types import Schema, TensorSpec
 
 LATE, KILLED = "r3", "r2"
 EARLY = ("r1", KILLED)
@@ -70,12 +72,21 @@ def _play(settings: DemoSettings, work: Path) -> Outcome:
     with Progress() as progress:
         model = prepare_model(settings.model, tiny=settings.tiny, work=work, say=progress.say)
         progress.say(f"board and logs: {work}")
+        compile_once(progress.say)
         try:
             with Fleet(settings, work, model) as fleet:
                 return Story(fleet, progress).run()
         except ChildDiedError as error:
             progress.say(f"{error}; its last lines:\n{error.log_tail}")
             raise
+
+
+def compile_once(say: Callable[[str], None]) -> None:
+    """Fill numba's cache before the processes start, or each would compile the same loops."""
+    started_s = time.monotonic()
+    warm(Schema.of([TensorSpec.of("view", "BF16", (1,))]))
+    if (took_s := time.monotonic() - started_s) > 5:
+        say(f"compiled the codec's loops in {took_s:.0f} s (once on a machine)")
 
 
 class Fleet:
