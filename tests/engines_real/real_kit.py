@@ -146,17 +146,15 @@ class RealVllm:
         """A subject that holds the checkpoint's weights, whatever the test before left."""
         client, base = self.client(), load(self.model)
         wanted = digest_of(base)
-        now = await client.describe()
         held = (await client.verify()).digest
-        if held != wanted and now.committed is not None:
-            await client.roll_back(BASE)
-            held = (await client.verify()).digest
-        if held != wanted:
-            assert held == digest_of(self.last), "the engine holds weights that no test left"
+        if held == digest_of(self.last) != wanted:
             label = VersionRef("restoring", 0)
             await client.bind(label, held)
             await client.stage("back", label, BASE, difference(base, self.last))
             await client.commit("back")
+            held = (await client.verify()).digest
+        elif held != wanted:  # a test that did not keep account of its only commit
+            await client.roll_back(BASE)
             held = (await client.verify()).digest
         assert held == wanted
         self.last = base
