@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from blake3 import blake3
 
 from stitch.codec import UpdateSet
 from stitch.engines.parts import MAX_NUM_PARTS
@@ -53,7 +54,7 @@ class Stage:
             raise UsageError(f"stage {self.stage_id!r} is sealed")
         if not 0 <= number < MAX_NUM_PARTS:
             raise UsageError(f"part number must be in 0..{MAX_NUM_PARTS - 1}, got {number}")
-        digest = hashlib.blake2b(data, digest_size=16).digest()
+        digest = blake3(data).digest()
         known = self._digests.get(number)
         if known is not None:
             if known != digest:
