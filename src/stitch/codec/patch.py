@@ -37,6 +37,9 @@ _MAX_COUNT = 1 << 62
 _MAX_DIMS = 64
 _MAX_ROW_BYTES = 512
 """Twice what a row with one slice takes, less its dtype."""
+_KNOWN_SCHEMAS = 8
+_known_most: dict[str, int] = {}
+"""Schema digest -> most header bytes, for the latest schemas: every patch asks, and it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +141,18 @@ def _row(entry: Entry) -> list[object]:
 
 def most_header_bytes(schema: Schema) -> int:
     """More than a header for this schema takes uncompressed, were every slice a bucket."""
+    known = _known_most.get(schema.digest)
+    if known is not None:
+        return known
     described = len(json.dumps([spec.to_json() for spec in schema.tensors]))
     rows = (
         -(-spec.num_words // ALIGNMENT) * (_MAX_ROW_BYTES + len(json.dumps(spec.dtype)))
         for spec in schema.tensors
     )
-    return min(MAX_HEADER_BYTES, 4096 + 2 * described + sum(rows))
+    if len(_known_most) >= _KNOWN_SCHEMAS:
+        _known_most.clear()
+    most = min(MAX_HEADER_BYTES, 4096 + 2 * described + sum(rows))
+    return _known_most.setdefault(schema.digest, most)
 
 
 def read_header(data: bytes | memoryview, max_text_bytes: int = MAX_HEADER_BYTES) -> PatchHeader:
