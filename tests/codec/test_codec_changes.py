@@ -10,6 +10,7 @@ from stitch.codec import diff_update, kernels, plan_buckets, reference
 from stitch.codec.buckets import Bucket
 from stitch.codec.changes import BucketChanges, find_changes
 from stitch.codec.encodings import OldWords
+from stitch.codec.kernels import StepSlice
 from stitch.codec.ulp import Steps
 from stitch.codec.update import TensorUpdate, UpdateSet
 from stitch.codec.words import SIGNED_DTYPES, WORD_DTYPES, Positions, Words
@@ -99,8 +100,11 @@ def test_taking_steps_equals_the_reference(width: int, is_float: bool) -> None:
     for seed, count in enumerate([1, 7, 8, 9, 255, 256, 257, 5000]):
         old, positions, steps, new = steps_for(width, dtype, count, seed)
         olds, news = np.empty((2, positions.size), old.dtype)
-        lanes, bad = kernels.take_steps(old, dtype, 3, positions + 40, 40, steps, olds, news)
+        pieces = [StepSlice(old, 3, 40, 0, positions.size), StepSlice(old[:0], 0, 0, 0, 0)]
+        gains, bad = kernels.take_steps(pieces, dtype, positions + 40, steps, olds, news)
+        lanes = gains[0]
         assert bad == 0
+        assert not gains[1].any()
         assert np.array_equal(olds, old[positions])
         assert np.array_equal(news, new)
         after = old.copy()
@@ -117,7 +121,8 @@ def test_steps_that_are_zero_or_too_wide_are_counted(width: int) -> None:
     if width == 1:
         steps[[0, 19]] = [128, -129]
         steps[[1, 18]] = [127, -128]
-    _, bad = kernels.take_steps(old, dtype, 0, np.arange(20), 0, steps, olds, news)
+    pieces = [StepSlice(old, 0, 0, 0, 12), StepSlice(old, 0, 0, 12, 20)]
+    _, bad = kernels.take_steps(pieces, dtype, np.arange(20), steps, olds, news)
     assert bad == (4 if width == 1 else 2)
 
 

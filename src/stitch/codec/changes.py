@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -179,13 +180,12 @@ def _scan(
         offset += piece.num_elements
 
 
-def bounds_by_slice(bucket: Bucket, positions: Positions) -> list[tuple[int, int, int]]:
-    """For each slice (lo, hi, offset): `positions[lo:hi]` are in it, after `offset` elements."""
-    ends = np.cumsum([piece.num_elements for piece in bucket.slices])
-    his = np.searchsorted(positions, ends)
-    rows = []
-    lo = 0
-    for piece, end, hi in zip(bucket.slices, ends.tolist(), his.tolist(), strict=True):
-        rows.append((lo, hi, end - piece.num_elements))
-        lo = hi
-    return rows
+SliceBounds = tuple[int, int, int]
+"""(lo, hi, offset) of a slice: `positions[lo:hi]` are in it, after `offset` elements."""
+
+
+def bounds_by_slice(bucket: Bucket, positions: Positions) -> list[SliceBounds]:
+    """The bounds of each slice in ascending positions (k,) of the bucket."""
+    ends = list(itertools.accumulate(piece.num_elements for piece in bucket.slices))
+    his: list[int] = positions.searchsorted(ends).tolist()
+    return list(zip([0, *his[:-1]], his, [0, *ends[:-1]], strict=True))

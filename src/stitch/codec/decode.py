@@ -156,7 +156,7 @@ def _listed(bucket: Bucket, decoded: DecodedChanges) -> Iterator[tuple[TensorUpd
     """Slice by slice; slices without changes are left out. Positions are moved in place."""
     assert decoded.positions is not None
     gains = decoded.gains or (None,) * len(bucket.slices)
-    rows = bounds_by_slice(bucket, decoded.positions)
+    rows = decoded.bounds or bounds_by_slice(bucket, decoded.positions)
     for piece, gain, (lo, hi, offset) in zip(bucket.slices, gains, rows, strict=True):
         if hi > lo:
             positions = decoded.positions[lo:hi]

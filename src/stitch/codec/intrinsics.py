@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
@@ -28,6 +30,14 @@ def leading_zeros(typingctx, word):  # type: ignore[no-untyped-def]
     return types.uint64(types.uint64), generate
 
 
+def _ask_for(context: Any, builder: Any, pointer: Any) -> None:
+    reading, to_all_levels, of_data = 0, 3, 1
+    options = [context.get_constant(types.int32, n) for n in (reading, to_all_levels, of_data)]
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(option.type for option in options)])
+    function = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), kind)
+    builder.call(function, [pointer, *options])
+
+
 @intrinsic
 def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
     """Ask for the cache line of array[index], to read it. The index may lie outside."""
@@ -35,11 +45,29 @@ def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         made = context.make_array(signature.args[0])(context, builder, arguments[0])
         pointer = builder.bitcast(builder.gep(made.data, [arguments[1]]), cgutils.voidptr_t)
-        reading, to_all_levels, of_data = 0, 3, 1
-        options = [context.get_constant(types.int32, n) for n in (reading, to_all_levels, of_data)]
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(option.type for option in options)])
-        function = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), kind)
-        builder.call(function, [pointer, *options])
+        _ask_for(context, builder, pointer)
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+@intrinsic
+def prefetch_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at a 64-bit address, to read it. It may be any address."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        _ask_for(context, builder, builder.inttoptr(arguments[0], cgutils.voidptr_t))
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), generate
+
+
+@intrinsic
+def load_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """The 64-bit word at an address, aligned or not, which must be inside a living array."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load(pointer, align=1)
+
+    return types.uint64(types.uint64), generate

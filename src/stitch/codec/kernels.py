@@ -5,7 +5,7 @@ The numpy reference of every function is in :mod:`stitch.codec.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ ROW_WORDS = 8
 """64-bit words of a row; a scan skips equal rows at once."""
 BLOCK_ROWS = 512
 """Rows that a scan searches before it lists what it found there: they stay in the cache."""
+
+SLICE_COLUMNS = 7
+"""For each slice, `take_steps` gets as int64 the address of its old words, how many whole 64-bit
+words they fill, the padded tail, the index of the first one, the shift, and bounds of positions."""
 
 
 def warm(schema: Schema | None = None) -> None:
@@ -174,34 +178,56 @@ def sum_change(old: Words, first: int, positions: Positions, new: Words) -> Lane
     return lanes
 
 
+@dataclass(frozen=True, slots=True)
+class StepSlice:
+    """Where `take_steps` finds the old words of positions [lo, hi).
+
+    `old` and `first` are as in `sum_change`; the positions, less `shift`, ascend inside `old`.
+    """
+
+    old: Words
+    first: int
+    shift: int
+    lo: int
+    hi: int
+
+
 def take_steps(
-    old: Words,
+    slices: Sequence[StepSlice],
     dtype: str,
-    first: int,
     positions: Positions,
-    shift: int,
     steps: Numbers,
     olds: Words,
     news: Words,
-) -> tuple[Lanes, int]:
+) -> tuple[npt.NDArray[np.uint64], int]:
     """Fetch old words, take steps (k,) from them: old and new words go to `olds` and `news` (k,).
 
-    `old` and `first` are as in `sum_change`; positions (k,), less `shift`, ascend inside `old`.
-    `steps` have the dtype of their stream. Returns what the lanes (2,) gain, and the number of
-    steps that are 0 or too wide for a word.
+    The slices together have each of positions (k,) once. `steps` have the dtype of their stream.
+    Returns what the lanes gain by each slice (n, 2), and the number of steps that are 0 or too wide
+    for a word.
     """
     from stitch.codec import loops
 
-    lanes = np.zeros(2, np.uint64)
-    if not positions.size:
-        return lanes, 0
-    assert positions[0] >= shift
-    assert positions[-1] - shift < old.size
+    gains = np.zeros((len(slices), 2), np.uint64)
     assert positions.size == steps.size == olds.size == news.size
-    whole, tail = split64(old)
-    take = loops.take_steps(old.itemsize, is_ordered_by_sign(dtype))
-    bad = take(whole, tail, np.uint64(first), positions, shift, steps, olds, news, lanes)
-    return lanes, int(bad)
+    rows = []
+    for piece in slices:
+        lo, hi, old = piece.lo, piece.hi, piece.old
+        if lo == hi:
+            rows.append((0,) * SLICE_COLUMNS)
+            continue
+        fits = 0 <= lo < hi <= positions.size and positions.item(lo) >= piece.shift
+        fits = fits and positions.item(hi - 1) - piece.shift < old.size
+        if not fits or old.dtype != olds.dtype or not old.flags.c_contiguous:
+            raise ValueError(f"positions {lo} to {hi} are not inside the old words of their slice")
+        num_whole, rest = divmod(old.nbytes, 8)
+        tail = int(split64(old)[1][0].view(np.int64)) if rest else 0
+        address = old.__array_interface__["data"][0]
+        rows.append((address, num_whole, tail, piece.first, piece.shift, lo, hi))
+    take = loops.take_steps(olds.itemsize, is_ordered_by_sign(dtype))
+    table = np.array(rows, np.int64).reshape(len(rows), SLICE_COLUMNS)
+    bad = take(table, positions, steps, olds, news, gains)
+    return gains, int(bad)
 
 
 def to_gaps(positions: Positions, before: int, out: Numbers) -> None:

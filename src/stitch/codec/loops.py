@@ -24,11 +24,11 @@ from stitch.codec.compiling import (
     output_array,
 )
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
-from stitch.codec.intrinsics import prefetch, trailing_zeros
+from stitch.codec.intrinsics import load_at, prefetch, prefetch_at, trailing_zeros
 from stitch.codec.kernels import BLOCK_ROWS, ROW_WORDS
 
 _GOLDEN, _M1, _M2, _M3 = (np.uint64(c) for c in (GOLDEN, MIX_1, MIX_2, MIX_3))
-_ZERO, _ONE, _S29, _S32 = (np.uint64(n) for n in (0, 1, 29, 32))
+_ZERO, _ONE, _THREE, _S29, _S32 = (np.uint64(n) for n in (0, 1, 3, 29, 32))
 
 _ROW_SHIFT, _ROW_MASK = np.uint64(ROW_WORDS.bit_length() - 1), np.uint64(ROW_WORDS - 1)
 
@@ -201,12 +201,12 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
 
 @cache
 def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
-    """(whole, tail, first, positions, shift, steps, olds, news, out) -> number of bad steps.
+    """(slices, positions, steps, olds, news, gains) -> number of bad steps.
 
     Fetches the words at `positions` (k,) and takes `steps` (k,) from them: old and new words go to
-    olds and news, what the digest gains to out (2,). `whole`, `tail` and `first` are as in
-    `sum_change`; positions less `shift` count elements from there. A step is bad that is 0 or too
-    wide for a word. `ordered`: the words are sign and magnitude.
+    olds and news. Row by row of slices (n, 7), see `kernels.SLICE_COLUMNS`, and what the digest
+    gains by a row goes to that of gains (n, 2). A step is bad that is 0 or too wide for a word.
+    `ordered`: the words are sign and magnitude.
     """
     word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
     zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
@@ -217,55 +217,60 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     mask = np.uint64((1 << (8 * word_bytes)) - 1)
     wider = NUMPY_INT[wide]
 
-    def loop(whole, tail, first, positions, shift, steps, olds, news, out):  # type: ignore[no-untyped-def]
-        a = _ZERO
-        b = _ZERO
+    def loop(slices, positions, steps, olds, news, gains):  # type: ignore[no-untyped-def]
         bad = 0
-        last_index = np.int64(-1)
-        word64 = _ZERO
-        size = positions.size
-        for k in range(size):
-            prefetch(whole, (positions[min(k + _AHEAD, size - 1)] - shift) >> log2)
-            place = positions[k] - shift
-            index = place >> log2
-            # Changes of one 64-bit word follow each other, each from where the last one led.
-            before = whole[index] if index < whole.size else tail[0]
-            before = word64 if index == last_index else before
-            at = np.uint64(place & lane) * lane_bits
-            step = signed(steps[k])
-            bad += (step == 0) | (wider(step) != steps[k])
-            x = word((before >> at) & mask)
-            olds[k] = x
-            if ordered:
-                x = word(x ^ word(sign | word(zero - word(x >> top))))
-            y = word(x + word(step))
-            if ordered:
-                y = word(y ^ word(sign | word(word(y >> top) - one)))
-            news[k] = y
-            word64 = (before & ~(mask << at)) | (np.uint64(y) << at)
-            last_index = index
-            key = (first + np.uint64(index) + _ONE) * _GOLDEN
-            h, g = _mix(word64, key)
-            a += h
-            b += g
-            h, g = _mix(before, key)
-            a -= h
-            b -= g
-        out[0] += a
-        out[1] += b
+        for row in range(slices.shape[0]):
+            address, num_whole = np.uint64(slices[row, 0]), slices[row, 1]
+            tail, first = np.uint64(slices[row, 2]), np.uint64(slices[row, 3])
+            shift, lo, hi = slices[row, 4], slices[row, 5], slices[row, 6]
+            a = _ZERO
+            b = _ZERO
+            last_index = np.int64(-1)
+            word64 = _ZERO
+            for n in range(lo, hi):
+                k = np.uint64(n)
+                ahead = positions[np.uint64(min(n + _AHEAD, hi - 1))] - shift
+                prefetch_at(address + (np.uint64(ahead >> log2) << _THREE))
+                place = positions[k] - shift
+                index = place >> log2
+                found = tail
+                if index < num_whole:
+                    found = load_at(address + (np.uint64(index) << _THREE))
+                at = np.uint64(place & lane) * lane_bits
+                step = signed(steps[k])
+                bad += (step == 0) | (wider(step) != steps[k])
+                x = word((found >> at) & mask)
+                olds[k] = x
+                if ordered:
+                    x = word(x ^ word(sign | word(zero - word(x >> top))))
+                y = word(x + word(step))
+                if ordered:
+                    y = word(y ^ word(sign | word(word(y >> top) - one)))
+                news[k] = y
+                # Changes of one 64-bit word follow each other, each from where the last one led.
+                # Only here: so the next change need not wait for this one's step.
+                before = word64 if index == last_index else found
+                word64 = (before & ~(mask << at)) | (np.uint64(y) << at)
+                last_index = index
+                key = (first + np.uint64(index) + _ONE) * _GOLDEN
+                h, g = _mix(word64, key)
+                a += h
+                b += g
+                h, g = _mix(before, key)
+                a -= h
+                b -= g
+            gains[row, 0] = a
+            gains[row, 1] = b
         return bad
 
     words = output_array(UINT[word_bytes])
     return compiled(
         loop,
         types.int64,
-        input_array(types.uint64),
-        input_array(types.uint64),
-        types.uint64,
+        input_array(types.int64, 2),
         input_array(types.int64),
-        types.int64,
         input_array(SIGNED[wide]),
         words,
         words,
-        output_array(types.uint64),
+        output_array(types.uint64, 2),
     )

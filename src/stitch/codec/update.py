@@ -44,10 +44,10 @@ class TensorUpdate:
     old: Words
 
     def __post_init__(self) -> None:
-        sizes = {self.new.size, self.old.size}
-        if self.positions is not None:
-            sizes.add(self.positions.size)
-        if len(sizes) != 1 or self.new.dtype != self.old.dtype:
+        size, positions = self.new.size, self.positions
+        same = size == self.old.size and (positions is None or size == positions.size)
+        if not same or self.new.dtype != self.old.dtype:
+            sizes = {size, self.old.size} | ({positions.size} if positions is not None else set())
             raise UsageError(
                 f"update of tensor {self.tensor}: positions, new and old words differ in number or "
                 f"dtype ({sorted(sizes)}, {self.new.dtype}, {self.old.dtype})"

@@ -9,7 +9,7 @@ import numpy as np
 
 from stitch.codec import kernels
 from stitch.codec.buckets import ALIGNMENT, Bucket
-from stitch.codec.changes import BucketChanges, bounds_by_slice, read_slice
+from stitch.codec.changes import BucketChanges, SliceBounds, bounds_by_slice, read_slice
 from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class DecodedChanges:
 
     old, new: (k,) words, or (num_elements,) without positions.
     gains: for each slice, what its tensor's digest lanes gain; None: not known yet.
+    bounds: what `bounds_by_slice` says of the positions; None: not asked yet.
     The arrays belong to whoever gets them.
     """
 
@@ -32,6 +33,7 @@ class DecodedChanges:
     old: Words
     new: Words
     gains: tuple[Lanes, ...] | None = None
+    bounds: list[SliceBounds] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,31 +73,24 @@ class OldWords:
         width = bucket.word_bytes
         olds = np.empty(positions.size, WORD_DTYPES[width])
         news = np.empty_like(olds)
-        gains = []
-        num_bad = 0
+        slices = []
         rows = bounds_by_slice(bucket, positions)
         for piece, (lo, hi, offset) in zip(bucket.slices, rows, strict=True):
             if hi == lo:
-                gains.append(np.zeros(2, np.uint64))
+                slices.append(kernels.StepSlice(olds, 0, 0, lo, hi))
                 continue
             spec = schema.tensors[piece.tensor]
             to_tensor = piece.start - offset
-            begin = (int(positions[lo]) + to_tensor) // ALIGNMENT * ALIGNMENT
-            end = min(spec.num_words, int(positions[hi - 1]) + to_tensor + ALIGNMENT)
+            begin = (positions.item(lo) + to_tensor) // ALIGNMENT * ALIGNMENT
+            end = min(spec.num_words, positions.item(hi - 1) + to_tensor + ALIGNMENT)
             end -= end % ALIGNMENT if end < spec.num_words else 0
-            gain, bad = kernels.take_steps(
-                self.weights.read(spec.name, begin, end),
-                bucket.dtype,
-                begin * width // 8,
-                positions[lo:hi],
-                begin - to_tensor,
-                steps[lo:hi],
-                olds[lo:hi],
-                news[lo:hi],
-            )
-            gains.append(gain)
-            num_bad += bad
-        decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=tuple(gains))
+            old = self.weights.read(spec.name, begin, end)
+            first, shift = begin * width // 8, begin - to_tensor
+            slices.append(kernels.StepSlice(old, first, shift, lo, hi))
+        gains, num_bad = kernels.take_steps(slices, bucket.dtype, positions, steps, olds, news)
+        decoded = DecodedChanges(
+            positions=positions, old=olds, new=news, gains=tuple(gains), bounds=rows
+        )
         return decoded, num_bad
 
 
