@@ -35,6 +35,13 @@ def check_int(value: object, what: str, maximum: int) -> int:
     return value
 
 
+def check_ints(values: list[Any], what: str, maximum: int) -> None:
+    """Check that each value is an integer in 0..maximum."""
+    if set(map(type, values)) != {int} or min(values) < 0 or max(values) > maximum:
+        for value in values:
+            check_int(value, what, maximum)
+
+
 def check_str(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise CorruptPatchError(f"{what} must be a string, got {value!r:.80}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -178,8 +178,7 @@ def sum_change(old: Words, first: int, positions: Positions, new: Words) -> Lane
     return lanes
 
 
-@dataclass(frozen=True, slots=True)
-class StepSlice:
+class StepSlice(NamedTuple):
     """Where `take_steps` finds the old words of positions [lo, hi).
 
     `old` and `first` are as in `sum_change`; the positions, less `shift`, ascend inside `old`.
@@ -212,18 +211,18 @@ def take_steps(
     assert positions.size == steps.size == olds.size == news.size
     rows = []
     for piece in slices:
-        lo, hi, old = piece.lo, piece.hi, piece.old
+        old, first, shift, lo, hi = piece
         if lo == hi:
             rows.append((0,) * SLICE_COLUMNS)
             continue
-        fits = 0 <= lo < hi <= positions.size and positions.item(lo) >= piece.shift
-        fits = fits and positions.item(hi - 1) - piece.shift < old.size
+        fits = 0 <= lo < hi <= positions.size and positions.item(lo) >= shift
+        fits = fits and positions.item(hi - 1) - shift < old.size
         if not fits or old.dtype != olds.dtype or not old.flags.c_contiguous:
             raise ValueError(f"positions {lo} to {hi} are not inside the old words of their slice")
         num_whole, rest = divmod(old.nbytes, 8)
         tail = int(split64(old)[1][0].view(np.int64)) if rest else 0
         address = old.__array_interface__["data"][0]
-        rows.append((address, num_whole, tail, piece.first, piece.shift, lo, hi))
+        rows.append((address, num_whole, tail, first, shift, lo, hi))
     take = loops.take_steps(olds.itemsize, is_ordered_by_sign(dtype))
     table = np.array(rows, np.int64).reshape(len(rows), SLICE_COLUMNS)
     bad = take(table, positions, steps, olds, news, gains)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from stitch.codec.buckets import ALIGNMENT, MAX_BUCKET_ELEMENTS, Bucket, Slice
 from stitch.codec.header_checks import (
     check_hex,
     check_int,
+    check_ints,
     check_keys,
     check_list,
     check_str,
@@ -250,9 +252,9 @@ def _parse_row(row: object, offset: int, what: str) -> Entry:
     flat = check_list(flat, f"{what}: slices")
     if not flat or len(flat) % 3:
         raise CorruptPatchError(f"{what}: {len(flat)} slice numbers, expected triples")
-    numbers = [check_int(n, f"{what}: slices", _MAX_COUNT) for n in flat]
-    slices = tuple(Slice(*numbers[i : i + 3]) for i in range(0, len(numbers), 3))
-    if any(piece.start >= piece.stop for piece in slices):
+    check_ints(flat, f"{what}: slices", _MAX_COUNT)
+    slices = tuple(map(Slice, flat[::3], flat[1::3], flat[2::3]))
+    if any(map(operator.ge, flat[1::3], flat[2::3])):
         raise CorruptPatchError(f"{what}: a slice is empty")
     bucket = Bucket(check_str(dtype, f"{what}: dtype"), slices)
     count = check_int(num_changed, f"{what}: num_changed", MAX_BUCKET_ELEMENTS)
