@@ -46,6 +46,7 @@ def warm(schema: Schema | None = None) -> None:
     for word_bytes, ordered in sorted(kinds):
         loops.scan(word_bytes)
         loops.sum_change(word_bytes)
+        loops.describe_slice(word_bytes)
         loops.take_steps(word_bytes, ordered)
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
@@ -209,22 +210,12 @@ def take_steps(
 
     gains = np.zeros((len(slices), 2), np.uint64)
     assert positions.size == steps.size == olds.size == news.size
-    rows = []
-    for piece in slices:
-        old, first, shift, lo, hi = piece
-        if lo == hi:
-            rows.append((0,) * SLICE_COLUMNS)
-            continue
-        fits = 0 <= lo < hi <= positions.size and positions.item(lo) >= shift
-        fits = fits and positions.item(hi - 1) - shift < old.size
-        if not fits or old.dtype != olds.dtype or not old.flags.c_contiguous:
+    table = np.zeros((len(slices), SLICE_COLUMNS), np.int64)
+    describe = loops.describe_slice(olds.itemsize)
+    for row, (old, first, shift, lo, hi) in enumerate(slices):
+        if not describe(old, first, shift, lo, hi, positions, table[row]):
             raise ValueError(f"positions {lo} to {hi} are not inside the old words of their slice")
-        num_whole, rest = divmod(old.nbytes, 8)
-        tail = int(split64(old)[1][0].view(np.int64)) if rest else 0
-        address = old.__array_interface__["data"][0]
-        rows.append((address, num_whole, tail, first, shift, lo, hi))
     take = loops.take_steps(olds.itemsize, is_ordered_by_sign(dtype))
-    table = np.array(rows, np.int64).reshape(len(rows), SLICE_COLUMNS)
     bad = take(table, positions, steps, olds, news, gains)
     return gains, int(bad)
 

@@ -200,6 +200,44 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
 
 
 @cache
+def describe_slice(word_bytes: int) -> Callable[..., Any]:
+    """(old, first, shift, lo, hi, positions, row) -> whether positions [lo, hi) are inside old.
+
+    Fills a row (7,) of zeros for `take_steps`; see `kernels.StepSlice`. `old` must outlive it.
+    """
+    log2_bytes = word_bytes.bit_length() - 1
+    per_word = 8 >> log2_bytes
+    lane_bits = np.uint64(8 * word_bytes)
+
+    def loop(old, first, shift, lo, hi, positions, row):  # type: ignore[no-untyped-def]
+        if lo == hi:
+            return True
+        if not 0 <= lo < hi <= positions.size:
+            return False
+        if positions[lo] < shift or positions[hi - 1] - shift >= old.size:
+            return False
+        num_whole = old.size // per_word
+        tail = _ZERO
+        for lane in range(old.size - num_whole * per_word):
+            tail |= np.uint64(old[num_whole * per_word + lane]) << (np.uint64(lane) * lane_bits)
+        row[0], row[1], row[2] = old.ctypes.data, num_whole, np.int64(tail)
+        row[3], row[4], row[5], row[6] = first, shift, lo, hi
+        return True
+
+    return compiled(
+        loop,
+        types.boolean,
+        input_array(UINT[word_bytes]),
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        input_array(types.int64),
+        output_array(types.int64),
+    )
+
+
+@cache
 def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     """(slices, positions, steps, olds, news, gains) -> number of bad steps.
 
