@@ -258,11 +258,10 @@ def read(code: str) -> Callable[..., Any]:
         return number_type(u << shift)
 
     @register_jitable
-    def value(token, shift, fine, bits, place):  # type: ignore[no-untyped-def]
+    def value(token, shift, least, sizes, bits, place):  # type: ignore[no-untyped-def]
         """The number of a token, and the bits up to its end."""
-        size = token >> fine
-        size -= np.uint64(size > _ZERO)
-        u = token - (size << fine)
+        size = np.uint64(sizes[token])
+        u = least[token]
         if is_wide and size > _32:
             at = place >> np.uint64(5)
             low = np.uint64(bits[at]) | np.uint64(bits[at + _ONE]) << _32
@@ -271,11 +270,11 @@ def read(code: str) -> Callable[..., Any]:
             at += _ONE
             high = np.uint64(bits[at]) | np.uint64(bits[at + _ONE]) << _32
             rest |= (high >> (place & _31)) << _32
-            u = u << size | rest & ((_ONE << size) - _ONE)
+            u |= rest & ((_ONE << size) - _ONE)
             return number(u, shift), place + size - _32
         at = place >> np.uint64(5)
         pair = np.uint64(bits[at]) | np.uint64(bits[at + _ONE]) << _32
-        u = u << size | (pair >> (place & _31)) & ((_ONE << size) - _ONE)
+        u |= (pair >> (place & _31)) & ((_ONE << size) - _ONE)
         return number(u, shift), place + size
 
     @register_jitable
@@ -289,6 +288,15 @@ def read(code: str) -> Callable[..., Any]:
         return x, np.uint64(slot & np.uint32(255)), at + low
 
     def loop(slots, shift, fine, words, bits, bit_words, states, numbers, ends):  # type: ignore[no-untyped-def]
+        # The least number of each token, and how many more bits its numbers have.
+        least = np.empty(TOKENS, np.uint64)
+        sizes = np.empty(TOKENS, np.uint8)
+        for token in range(TOKENS):
+            size = np.uint64(token) >> fine
+            size -= np.uint64(size > _ZERO)
+            size = min(size, _63)
+            least[token] = (np.uint64(token) - (size << fine)) << size
+            sizes[token] = np.uint8(size)
         at = _ZERO
         place = _ZERO
         last_word = np.uint64(words.size - STATES)
@@ -302,17 +310,17 @@ def read(code: str) -> Callable[..., Any]:
             x1, token1, at = pop(x1, slots, words, at)
             x2, token2, at = pop(x2, slots, words, at)
             x3, token3, at = pop(x3, slots, words, at)
-            numbers[i], place = value(token0, shift, fine, bits, place)
-            numbers[i + 1], place = value(token1, shift, fine, bits, place)
-            numbers[i + 2], place = value(token2, shift, fine, bits, place)
-            numbers[i + 3], place = value(token3, shift, fine, bits, place)
+            numbers[i], place = value(token0, shift, least, sizes, bits, place)
+            numbers[i + 1], place = value(token1, shift, least, sizes, bits, place)
+            numbers[i + 2], place = value(token2, shift, least, sizes, bits, place)
+            numbers[i + 3], place = value(token3, shift, least, sizes, bits, place)
         states[0], states[1], states[2], states[3] = x0, x1, x2, x3
         if at > last_word or place > last_bit:
             return SHORT
         for i in range(whole, numbers.size):
             x, token, at = pop(states[i - whole], slots, words, at)
             states[i - whole] = x
-            numbers[i], place = value(token, shift, fine, bits, place)
+            numbers[i], place = value(token, shift, least, sizes, bits, place)
         ends[0] = at
         ends[1] = place
         return OK
