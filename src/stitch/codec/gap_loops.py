@@ -22,10 +22,6 @@ from stitch.codec.compiling import (
     input_array,
     output_array,
 )
-from stitch.codec.intrinsics import prefetch
-
-_AHEAD = 32
-"""Words between asking for a cache line and writing to it, so that cache misses overlap."""
 
 
 @cache
@@ -92,9 +88,7 @@ def scatter(word_bytes: int) -> Callable[..., Any]:
 
     def loop(positions, values, target):  # type: ignore[no-untyped-def]
         size = np.uint64(target.size)
-        last = positions.size - 1
         for k in range(positions.size):
-            prefetch(target, positions[min(k + _AHEAD, last)])
             if np.uint64(positions[k]) >= size:
                 return k
             target[np.uint64(positions[k])] = values[k]
