@@ -27,6 +27,8 @@ MOST_LISTED = 1 << 18
 
 Listing and coding takes some 50 bytes for each change.
 """
+MOST_WHOLE = 1 << 21
+"""Elements of a bucket that an encoding takes at a time whose memory grows with the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +158,16 @@ class PatchEncoder:
         return part.num_bytes + len(result.payload) > self._max_part_bytes
 
     def _encode(self, bucket: Bucket) -> list[_Encoded]:
-        """One bucket; several where so much changed that listing it takes too much memory."""
+        """One bucket; several where so much changed that coding it takes too much memory."""
         changes = find_changes(bucket, self._old, self._new)
         name = self._encoding
         if name == "auto" and changes.num_changed:
             name = choose(changes, self._decode)
-        if changes.num_changed <= MOST_LISTED or not ENCODINGS[name].lists_changes:
+        most = _most_elements(changes, name)
+        if not changes.num_changed or bucket.num_elements <= most:
             return [_encoded(changes, name)]
-        share = MOST_LISTED / changes.num_changed
         del changes
-        pieces = cut_bucket(bucket, int(bucket.num_elements * share))
+        pieces = cut_bucket(bucket, most)
         return [_encoded(find_changes(piece, self._old, self._new), name) for piece in pieces]
 
     def _write(self, part: _Part, before: DigestState, after: DigestState | None) -> bytes:
@@ -193,6 +195,13 @@ class PatchEncoder:
             schema=self._schema if self._embed_schema else None,
         )
         return write_part(header, [result.payload for result in part.encoded])
+
+
+def _most_elements(changes: BucketChanges, name: str) -> int:
+    """How many elements of a bucket to encode at a time."""
+    if not changes.num_changed or not ENCODINGS[name].lists_changes:
+        return MOST_WHOLE
+    return changes.bucket.num_elements * MOST_LISTED // changes.num_changed
 
 
 def _encoded(changes: BucketChanges, name: str) -> _Encoded:
