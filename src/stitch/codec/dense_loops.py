@@ -13,6 +13,7 @@ import numpy as np
 from numba import types
 
 from stitch.codec.compiling import NUMPY_UINT, UINT, compiled, input_array, output_array
+from stitch.codec.order_loops import zigzag as zigzag_of
 
 _BLOCK = 1 << 12
 """Elements per block of `join_planes`; the block's steps stay in the first-level cache."""
@@ -38,8 +39,8 @@ def split_tokens(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     `ordered`: the words are sign and magnitude.
     """
     word = NUMPY_UINT[word_bytes]
-    zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
-    sign, escape = word(1 << (8 * word_bytes - 1)), word(_ESCAPE)
+    escape = word(_ESCAPE)
+    between, _ = zigzag_of(word_bytes, ordered)
 
     def loop(old, new, first, tokens, planes, done):  # type: ignore[no-untyped-def]
         zigzag = np.empty(_BLOCK, word)
@@ -50,13 +51,7 @@ def split_tokens(word_bytes: int, ordered: bool) -> Callable[..., Any]:
             news = new[start : start + _BLOCK]
             n = olds.size
             for i in range(n):
-                x = olds[i]
-                y = news[i]
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                    y = word(y ^ word(sign | word(zero - word(y >> top))))
-                step = word(y - x)
-                zigzag[i] = word(word(step << one) ^ word(zero - word(step >> top)))
+                zigzag[i] = between(olds[i], news[i])
             lead = (first + start) & 3
             packed = tokens[(first + start) >> 2 : (first + start + n + 3) >> 2]
             spread[:4] = 0
@@ -101,8 +96,7 @@ def split_planes(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     `ordered`: the words are sign and magnitude.
     """
     word = NUMPY_UINT[word_bytes]
-    zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
-    sign = word(1 << (8 * word_bytes - 1))
+    between, _ = zigzag_of(word_bytes, ordered)
 
     def loop(old, new, first, planes):  # type: ignore[no-untyped-def]
         zigzag = np.empty(_BLOCK, word)
@@ -111,13 +105,7 @@ def split_planes(word_bytes: int, ordered: bool) -> Callable[..., Any]:
             news = new[start : start + _BLOCK]
             n = olds.size
             for i in range(n):
-                x = olds[i]
-                y = news[i]
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                    y = word(y ^ word(sign | word(zero - word(y >> top))))
-                step = word(y - x)
-                zigzag[i] = word(word(step << one) ^ word(zero - word(step >> top)))
+                zigzag[i] = between(olds[i], news[i])
             for plane in range(word_bytes):
                 shift = word(8 * plane)
                 row = planes[plane, first + start : first + start + n]
@@ -136,9 +124,8 @@ def join_tokens(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     escaped element, and are read from column `cursor` on. Returns -1 if a step is too wide.
     """
     word = NUMPY_UINT[word_bytes]
-    zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
-    sign, escape = word(1 << (8 * word_bytes - 1)), word(_ESCAPE)
-
+    zero, escape = word(0), word(_ESCAPE)
+    _, take = zigzag_of(word_bytes, ordered)
     limit = word((1 << (8 * word_bytes)) - 1 - _ESCAPE)
 
     def loop(old, tokens, first, planes, cursor, out):  # type: ignore[no-untyped-def]
@@ -176,14 +163,7 @@ def join_tokens(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 widest = max(widest, wide[i])
                 zigzag[places[i]] = word(wide[i] + escape)
             for i in range(n):
-                z = zigzag[i]
-                x = olds[i]
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                y = word(x + word(word(z >> one) ^ word(zero - word(z & one))))
-                if ordered:
-                    y = word(y ^ word(sign | word(word(y >> top) - one)))
-                news[i] = y
+                news[i] = take(olds[i], zigzag[i])
         return cursor if widest <= limit else -1
 
     words = input_array(UINT[word_bytes])
@@ -206,8 +186,8 @@ def join_planes(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     `planes` (width, total) are read from column `first`. Returns how many words moved.
     """
     word = NUMPY_UINT[word_bytes]
-    zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
-    sign = word(1 << (8 * word_bytes - 1))
+    zero = word(0)
+    _, take = zigzag_of(word_bytes, ordered)
 
     def loop(old, planes, first, out):  # type: ignore[no-untyped-def]
         zigzag = np.empty(_BLOCK, word)
@@ -225,14 +205,7 @@ def join_planes(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 for i in range(n):
                     zigzag[i] = word(zigzag[i] | word(word(row[i]) << shift))
             for i in range(n):
-                z = zigzag[i]
-                x = olds[i]
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                y = word(x + word(word(z >> one) ^ word(zero - word(z & one))))
-                if ordered:
-                    y = word(y ^ word(sign | word(word(y >> top) - one)))
-                news[i] = y
+                news[i] = take(olds[i], zigzag[i])
             for i in range(n):
                 moved += zigzag[i] != zero
         return moved

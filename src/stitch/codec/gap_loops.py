@@ -22,6 +22,7 @@ from stitch.codec.compiling import (
     input_array,
     output_array,
 )
+from stitch.codec.order_loops import order
 
 
 @cache
@@ -62,18 +63,12 @@ def to_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     `ordered`: the words are sign and magnitude.
     """
     word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
-    zero, top = word(0), word(8 * word_bytes - 1)
-    sign = word(1 << (8 * word_bytes - 1))
+    number, _ = order(word_bytes, ordered)
     wider = NUMPY_INT[wide]
 
     def loop(old, new, out):  # type: ignore[no-untyped-def]
         for k in range(old.size):
-            x = old[k]
-            y = new[k]
-            if ordered:
-                x = word(x ^ word(sign | word(zero - word(x >> top))))
-                y = word(y ^ word(sign | word(zero - word(y >> top))))
-            out[k] = wider(signed(word(y - x)))
+            out[k] = wider(signed(word(number(new[k]) - number(old[k]))))
 
     words = input_array(UINT[word_bytes])
     return compiled(loop, types.void, words, words, output_array(SIGNED[wide]))

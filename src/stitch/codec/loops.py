@@ -26,6 +26,7 @@ from stitch.codec.compiling import (
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
 from stitch.codec.intrinsics import load_at, prefetch, prefetch_at, trailing_zeros
 from stitch.codec.kernels import BLOCK_ROWS, ROW_WORDS
+from stitch.codec.order_loops import order
 
 _GOLDEN, _M1, _M2, _M3 = (np.uint64(c) for c in (GOLDEN, MIX_1, MIX_2, MIX_3))
 _ZERO, _ONE, _THREE, _S29, _S32 = (np.uint64(n) for n in (0, 1, 3, 29, 32))
@@ -247,8 +248,7 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     `ordered`: the words are sign and magnitude.
     """
     word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
-    zero, one, top = word(0), word(1), word(8 * word_bytes - 1)
-    sign = word(1 << (8 * word_bytes - 1))
+    number, back = order(word_bytes, ordered)
     log2 = _LOG2_LANES[word_bytes]
     lane = np.int64((1 << log2) - 1)
     lane_bits = np.uint64(8 * word_bytes)
@@ -279,11 +279,7 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 bad += (step == 0) | (wider(step) != steps[k])
                 x = word((found >> at) & mask)
                 olds[k] = x
-                if ordered:
-                    x = word(x ^ word(sign | word(zero - word(x >> top))))
-                y = word(x + word(step))
-                if ordered:
-                    y = word(y ^ word(sign | word(word(y >> top) - one)))
+                y = back(word(number(x) + word(step)))
                 news[k] = y
                 # Changes of one 64-bit word follow each other, each from where the last one led.
                 # Only here: so the next change need not wait for this one's step.
