@@ -139,14 +139,6 @@ def _last_row(words: Words) -> npt.NDArray[np.uint64]:
     return _rows(row)
 
 
-def find_changed(old: Words, new: Words) -> Positions:
-    """Ascending positions (k,) at which the bits of two word arrays (n,) differ."""
-    room = Room.of(old.itemsize, 0)
-    for _ in scan(old, new, room, np.zeros(2, np.uint64)):
-        room.grow()
-    return room.listed()[0]
-
-
 def sum_words(words: Words, first: int = 0) -> Lanes:
     """Digest lanes (2,) of words of one tensor; `first` is the index of their first 64-bit word."""
     from stitch.codec import loops
