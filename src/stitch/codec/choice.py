@@ -18,7 +18,7 @@ import numpy.typing as npt
 from stitch.codec.buckets import Slice
 from stitch.codec.changes import BucketChanges, bounds_by_slice
 from stitch.codec.encodings import ENCODINGS
-from stitch.codec.ranks.classes import EXPONENTS, F64_LOWEST
+from stitch.codec.ranks.classes import EXPONENTS, classes_of, classes_of_scales
 from stitch.codec.ranks.scales import BlockScales, scales_of
 from stitch.codec.words import Positions, Words
 from stitch.errors import UsageError
@@ -31,7 +31,7 @@ _DENSE = 0.25
 """Share of changed elements above which a bucket goes `dense`.
 
 `dense` is within 4 % of `gaps` there, and takes a third of the time or less. `ranks` can still be a
-quarter smaller, but takes several times as long and some 50 bytes of memory for each change.
+quarter smaller, but takes several times as long.
 """
 _LEAST_SAVED_BITS = 0.4
 """What `ranks` must save per change, some 3 %: it reads the whole bucket, and takes its time."""
@@ -47,7 +47,6 @@ _MANY = 1 / 16
 """Share of changes above which enough are found among the elements at large; listing them all
 might take memory that the encoding then does not need."""
 
-Classes = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
 
 
@@ -102,12 +101,12 @@ def saved_bits(changes: BucketChanges) -> float:
         in_changed = _classes_by_scale(changes, scales, changed)
         in_all = _classes_by_scale(changes, scales, at_large)
     else:
-        in_changed = _classes_by_exponent(old, bucket.dtype)
-        in_all = _classes_by_exponent(_at(changes, changes.old_slices, at_large), bucket.dtype)
+        in_changed = classes_of(old, bucket.dtype)
+        in_all = classes_of(_at(changes, changes.old_slices, at_large), bucket.dtype)
     return _saved_bits(in_changed, in_all, changes.num_changed, bucket.num_elements)
 
 
-def _saved_bits(in_changed: Classes, in_all: Classes, num_changed: int, num_elements: int) -> float:
+def _saved_bits(in_changed: Words, in_all: Words, num_changed: int, num_elements: int) -> float:
     """From the classes of some changed elements, and of some elements at large."""
     if not in_changed.size:  # all that changed lies outside the sample
         return 0.0
@@ -163,21 +162,15 @@ def _some_changes(changes: BucketChanges, at_large: Positions) -> tuple[Position
     return at_large[differ], old[differ]
 
 
-def _classes_by_exponent(words: Words, dtype: str) -> Classes:
-    shift, mask = EXPONENTS[dtype]
-    classes = (words >> words.dtype.type(shift)).astype(np.int64) & mask
-    return np.clip(classes - F64_LOWEST, 0, _CLASSES - 1) if dtype == "F64" else classes
-
-
 def _classes_by_scale(
     changes: BucketChanges, scales: list[BlockScales | None], positions: Positions
-) -> Classes:
+) -> Words:
     """The classes of block-scaled elements; those of tensors without scales are of class 0."""
-    classes = [np.empty(0, np.int64)]
+    classes = [np.empty(0, np.uint8)]
     for number, at in _by_slice(changes, positions):
         blocks = scales[number]
         if blocks is None:
-            classes.append(np.zeros(at.size, np.int64))
+            classes.append(np.zeros(at.size, np.uint8))
         else:
             piece = changes.bucket.slices[number]
             classes.append(_scale_classes(piece, blocks, changes.old_weights, at))
@@ -186,7 +179,7 @@ def _classes_by_scale(
 
 def _scale_classes(
     piece: Slice, blocks: BlockScales, weights: WeightReader, at: Positions
-) -> Classes:
+) -> Words:
     schema = weights.schema
     spec = schema.tensors[blocks.tensor]
     row_words = blocks.row_words(schema.tensors[piece.tensor])
@@ -194,7 +187,4 @@ def _scale_classes(
     block = row // blocks.rows * -(-row_words // blocks.words) + column // blocks.words
     first = int(block.min())
     words = weights.read(spec.name, first, int(block.max()) + 1)[block - first]
-    if spec.dtype in EXPONENTS:
-        return _classes_by_exponent(words, spec.dtype)
-    classes: Classes = words.astype(np.int64) & (_CLASSES - 1)
-    return classes
+    return classes_of_scales(words, spec.dtype)

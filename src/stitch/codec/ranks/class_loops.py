@@ -30,12 +30,11 @@ from stitch.codec.ranks.table import (
     DOWN,
     FLIPS,
     GAP_SHIFT,
+    MORE,
     RATIO,
     VALUE_SHIFT,
 )
 
-MORE = SYMBOLS - 1
-"""The symbol of a gap that says: so much, and more."""
 DIRECT = 7
 """Quotients of magnitudes that have a symbol of their own, for each sign."""
 LONGEST = 62

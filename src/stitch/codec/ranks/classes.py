@@ -56,6 +56,20 @@ def class_words(
             yield ClassWords(_by_scale(piece, blocks, weights), 0, ALL_BITS)
 
 
+def classes_of(words: Words, dtype: str) -> Words:
+    """The classes (n,) u8 of words (n,) by their exponents."""
+    shift, mask = EXPONENTS.get(dtype, (0, 0))
+    found = (words >> words.dtype.type(shift)) & words.dtype.type(mask)
+    if dtype == "F64":
+        found = np.clip(found.astype(np.int64) - F64_LOWEST, 0, ALL_BITS)
+    return found.astype(np.uint8)
+
+
+def classes_of_scales(scales: Words, dtype: str) -> Words:
+    """The classes (n,) u8 that scales (n,) give to their blocks."""
+    return classes_of(scales, dtype) if dtype in EXPONENTS else scales.astype(np.uint8)
+
+
 def _by_scale(piece: Slice, blocks: BlockScales, weights: WeightReader) -> Words:
     """A class (n,) u8 for each element of a slice: that of its block's old scale."""
     from stitch.codec.ranks import position_loops
@@ -71,13 +85,10 @@ def _by_scale(piece: Slice, blocks: BlockScales, weights: WeightReader) -> Words
     else:
         skipped, wanted = 0, (last_row // blocks.rows + 1 - first_row // blocks.rows) * per_row
     begin = first_row // blocks.rows * per_row
-    shift, mask = EXPONENTS.get(spec.dtype, (0, ALL_BITS))
-    found = (weights.read(spec.name, begin + skipped, begin + wanted) >> shift) & mask
-    if spec.dtype == "F64":
-        found = np.clip(found.astype(np.int64) - F64_LOWEST, 0, ALL_BITS)
+    scales = weights.read(spec.name, begin + skipped, begin + wanted)
     classes = np.empty(piece.num_elements, np.uint8)
     position_loops.spread_blocks()(
-        found.astype(np.uint8),
+        classes_of_scales(scales, spec.dtype),
         (per_row, row_words, blocks.rows, blocks.words),
         (first_row % blocks.rows, first_column, skipped),
         classes,

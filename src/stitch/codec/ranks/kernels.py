@@ -17,12 +17,14 @@ from stitch.codec.ranks.table import (
     CHANGED,
     CODED,
     COLUMNS,
+    ESCAPES,
     FLIPS,
     GAP_SHIFT,
     ID,
     LANE_CHANGED,
     LANES,
     MAX_CLASSES,
+    MORE,
     VALUE_SHIFT,
     Table,
 )
@@ -35,7 +37,8 @@ Flips = npt.NDArray[np.uint8]
 """(k,) 1 where the sign bit flips."""
 
 _NEVER = 0xFFFFFFFF
-_MORE, _ESCAPE_BITS, _LARGEST_ESCAPE_SHARE = 15, 70, 10
+_ESCAPE_BITS = 70
+"""Raw bits of an escaped magnitude, besides its low ones: at most this many."""
 
 
 def _by_class(by_key: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -97,13 +100,13 @@ def encode(
     table = table[: plan_loops.plan()(by_lane, changed, *by_class, table, gaps)]
     totals = by_lane.sum(axis=1)
 
-    gap_symbols = table[:, CODED] + (totals[table[:, ID]] >> table[:, GAP_SHIFT]) // _MORE + LANES
+    gap_symbols = table[:, CODED] + (totals[table[:, ID]] >> table[:, GAP_SHIFT]) // MORE + LANES
     flipping = table[table[:, FLIPS] == 1]
     num_symbols = int(gap_symbols.sum() + flipping[:, CHANGED].sum()) + num_changed
-    num_symbols += num_changed // _LARGEST_ESCAPE_SHARE
+    num_symbols += num_changed // ESCAPES
     num_bits = int((table[:, CODED] * table[:, GAP_SHIFT]).sum())
     num_bits += int((table[:, CHANGED] * table[:, VALUE_SHIFT]).sum())
-    num_bits += num_changed // _LARGEST_ESCAPE_SHARE * _ESCAPE_BITS
+    num_bits += num_changed // ESCAPES * _ESCAPE_BITS
     lows, widths = np.empty(num_symbols, np.uint16), np.empty(num_symbols, np.uint16)
     bits = np.zeros(num_bits // 64 + 2, np.uint64)
     used = np.zeros(2, np.int64)
@@ -130,8 +133,8 @@ def decode(
     gaps = np.empty(int(table[:, CODED].sum()), np.uint32)
     num_changed = int(table[:, CHANGED].sum())
     values, flips = np.empty(num_changed, np.int64), np.empty(num_changed, np.uint8)
-    # A gap inside the bucket takes a symbol, and one more for each _MORE steps of its class.
-    gap_symbols = table[:, CODED] + (num_elements >> table[:, GAP_SHIFT]) // _MORE + 1
+    # A gap inside the bucket takes a symbol, and one more for each MORE steps of its class.
+    gap_symbols = table[:, CODED] + (num_elements >> table[:, GAP_SHIFT]) // MORE + 1
     longest = max(int(gap_symbols.max()), int(table[:, CHANGED].max()))
     outcome = class_loops.decode()(
         table,

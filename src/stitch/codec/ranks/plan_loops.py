@@ -21,6 +21,7 @@ from stitch.codec.ranks.table import (
     CHANGED,
     CODED,
     DOWN,
+    ESCAPES,
     FLIPS,
     GAP_SHIFT,
     ID,
@@ -42,8 +43,6 @@ from stitch.codec.ranks.table import (
 _LANE_CHANGED, _LANE_CODED = LANE_CHANGED.start, LANE_CODED.start
 _COMMON = 26214
 """65536ths: gaps keep as many low bits as leave less than this for the first symbol."""
-_ESCAPES = 10
-"""At most one magnitude in so many is escaped."""
 
 
 @cache
@@ -160,7 +159,7 @@ def _fit_values(row, values, flips):  # type: ignore[no-untyped-def]
     longer = np.int64(0)
     for length in range(4, 65):
         longer += lengths[length]
-    while shift < MAX_VALUE_SHIFT and longer * _ESCAPES > values.size:
+    while shift < MAX_VALUE_SHIFT and longer * ESCAPES > values.size:
         shift += 1
         longer -= lengths[shift + 3]
     while shift < MAX_VALUE_SHIFT:
@@ -169,7 +168,7 @@ def _fit_values(row, values, flips):  # type: ignore[no-untyped-def]
             size = np.uint64(-values[i]) if values[i] < 0 else np.uint64(values[i])
             size = base - size if reverse else size - base
             escaped += (size >> np.uint64(shift)) >= np.uint64(DIRECT)
-        if escaped * _ESCAPES <= values.size:
+        if escaped * ESCAPES <= values.size:
             break
         shift += 1
     row[FLIPS] = turned

@@ -32,6 +32,11 @@ LOWEST_RATIO, RATIO_STEP, RATIOS = 32768, 2560, 8
 """The guess travels as one of RATIOS steps."""
 MAX_BASE = (1 << 62) - 1
 
+MORE = 15
+"""The symbol of a gap that says: so much, and more."""
+ESCAPES = 10
+"""A writer escapes at most one magnitude in so many, class by class."""
+
 
 def write_table(table: Table) -> bytes:
     """The table's bytes, without their number."""
