@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from stitch.codec import DigestState, UpdateSet
+from stitch.engines import rules
 from stitch.engines.embedded.loop import DecodeLoop, exit_loudly
 from stitch.engines.embedded.weights import Change, LiveWeights
 from stitch.engines.port import CommitReceipt, EngineDescription, EngineState, VerifyReport
-from stitch.errors import BaseMismatchError, EngineError, StitchError
+from stitch.errors import EngineError, StitchError
 from stitch.types import VersionRef
 
 NAME = "embedded"
@@ -66,11 +67,7 @@ class EmbeddedEngine:
         async with self._order:
             state = await self._digests()
             found = state.version_digest()
-            if found != digest:
-                raise BaseMismatchError(
-                    f"the engine holds weights of digest {found}, {ref} has {digest}: start it "
-                    "from the run's base, or from a checkout of a version of this run"
-                )
+            rules.check_bind(found, ref, digest)
             await self._on_decode_thread(lambda: self._label(ref))
             self._staged, self._last, self._receipt = None, None, None
 
@@ -78,13 +75,9 @@ class EmbeddedEngine:
         self, stage_id: str, base: VersionRef, target: VersionRef, update: UpdateSet
     ) -> None:
         async with self._order:
-            if self._last is not None and self._last.stage_id == stage_id:
-                raise EngineError(f"stage {stage_id!r} is already committed")
+            rules.check_new(stage_id, self._last)
             self._staged, self._last, self._receipt = None, None, None
-            if base != self._loop.ref:
-                raise EngineError(
-                    f"the stage starts from {base}, the engine serves {self._loop.ref}"
-                )
+            rules.check_base(base, self._loop.ref)
             self._state = "staging"
             try:
                 change = await asyncio.to_thread(self._weights.prepare, update)
@@ -96,10 +89,7 @@ class EmbeddedEngine:
         async with self._order:
             if self._last is not None and self._last.stage_id == stage_id and self._receipt:
                 return self._receipt
-            stage = self._staged
-            if stage is None or stage.stage_id != stage_id:
-                held = "none" if stage is None else repr(stage.stage_id)
-                raise EngineError(f"stage {stage_id!r} is not held; staged: {held}")
+            stage = rules.held(stage_id, self._staged)
             self._state = "committing"
             try:
                 pause_ms = await self._on_decode_thread(lambda: self._write(stage))
@@ -113,10 +103,7 @@ class EmbeddedEngine:
 
     async def roll_back(self, to: VersionRef) -> None:
         async with self._order:
-            last = self._last
-            if last is None or last.base != to:
-                leads = "nowhere" if last is None else f"to {last.base}"
-                raise EngineError(f"cannot roll back to {to}: the undo kept leads {leads}")
+            last = rules.leading_to(to, self._last)
             await self._on_decode_thread(lambda: self._unwrite(last))
             self._last, self._receipt = None, None
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from stitch.codec import DigestState, UpdateSet
+from stitch.engines import rules
 from stitch.engines.group.staging import StageFiles
 from stitch.engines.group.transaction import transact
 from stitch.engines.group.workers import Workers
@@ -28,7 +29,6 @@ from stitch.engines.port import CommitReceipt, EngineDescription, EngineState, V
 from stitch.engines.ranks.agreement import Agreement
 from stitch.engines.ranks.port import check
 from stitch.errors import (
-    BaseMismatchError,
     EngineError,
     FatalReplicaError,
     StitchError,
@@ -125,11 +125,7 @@ class GroupEngine:
         async with self._order:
             self._check_provable()
             found = (await self._sure(self._measure())).version_digest()
-            if found != digest:
-                raise BaseMismatchError(
-                    f"the engine holds weights of digest {found}, {ref} has {digest}: start it "
-                    "from the run's base, or from a checkout of a version of this run"
-                )
+            rules.check_bind(found, ref, digest)
             await self._drop()
             self._ref = ref
             await self._workers.label(ref)
@@ -138,11 +134,9 @@ class GroupEngine:
         self, stage_id: str, base: VersionRef, target: VersionRef, update: UpdateSet
     ) -> None:
         async with self._order:
-            if self._last is not None and self._last.stage_id == stage_id:
-                raise EngineError(f"stage {stage_id!r} is already committed")
+            rules.check_new(stage_id, self._last)
             await self._drop()
-            if base != self._ref:
-                raise EngineError(f"the stage starts from {base}, the engine serves {self._ref}")
+            rules.check_base(base, self._ref)
             self._agreement.check_update(update)
             self._state = "staging"
             try:
@@ -157,10 +151,7 @@ class GroupEngine:
         async with self._order:
             if self._last is not None and self._last.stage_id == stage_id and self._receipt:
                 return self._receipt
-            stage = self._staged
-            if stage is None or stage.stage_id != stage_id:
-                held = "none" if stage is None else repr(stage.stage_id)
-                raise EngineError(f"stage {stage_id!r} is not held; staged: {held}")
+            stage = rules.held(stage_id, self._staged)
             self._staged = None  # whatever comes of it, it cannot be committed another time
             pause_ms = await self._paused(
                 f"commit of {stage.target}", "commit", "undo", stage, stage.target
@@ -173,10 +164,7 @@ class GroupEngine:
 
     async def roll_back(self, to: VersionRef) -> None:
         async with self._order:
-            last = self._last
-            if last is None or last.base != to:
-                leads = "nowhere" if last is None else f"to {last.base}"
-                raise EngineError(f"cannot roll back to {to}: the undo kept leads {leads}")
+            last = rules.leading_to(to, self._last)
             await self._paused(f"roll-back to {to}", "undo", "commit", last, to)
             await self._drop()
 
