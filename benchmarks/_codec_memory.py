@@ -17,8 +17,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from benchmarks._memory import peak_bytes, start_watching
 
 DENSITY = 0.005
 
@@ -90,15 +91,15 @@ def _measure(step: Any, encoding: str, threads: int) -> dict[str, Any]:
     from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS
 
     before = DigestState.of(step.old)
-    start = _start_watching()
+    start = _start()
     encoder = PatchEncoder(step.old, step.new, before=before, encoding=encoding, threads=threads)
     files = list(encoder.parts())
-    encode_bytes = _peak_bytes() - start - sum(map(len, files))
+    encode_bytes = peak_bytes() - start - sum(map(len, files))
     del encoder
-    start = _start_watching()
+    start = _start()
     update, _ = decode_parts(files, step.old, before, threads=threads)
     update.apply(step.old)
-    apply_bytes = _peak_bytes() - start - update.num_bytes
+    apply_bytes = peak_bytes() - start - update.num_bytes
     bucket_bytes = 2 * DEFAULT_BUCKET_ELEMENTS
     return {
         "codec": encoding,
@@ -108,23 +109,11 @@ def _measure(step: Any, encoding: str, threads: int) -> dict[str, Any]:
     }
 
 
-def _start_watching() -> int:
-    """Resident bytes now, when all free memory is given back; the high-water mark starts here."""
+def _start() -> int:
+    """Resident bytes once all free memory is given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"/proc/self/status has no {field}")
+    return start_watching()
 
 
 if __name__ == "__main__":

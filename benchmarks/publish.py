@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._memory import peak_bytes, start_watching
+
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 2816, 32_768
 SOURCE_DTYPES = ("bfloat16", "float32")
 CHANGE_EVERY = 200
@@ -132,14 +134,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         view_bytes = checkpoint.schema.num_bytes
         model = _load_model(checkpoint, getattr(torch, args.measure))
     gc.collect()
-    before = _start_watching_memory()
+    before = start_watching()
     with Publisher.start(args.board, "bench", args.base) as publisher:
         versions = []
         for step in range(1, 4):
             _train(model, step)
             versions.append(publisher.publish(model, step=step))
             versions[-1].wait()
-        peak = _peak_bytes()
+        peak = peak_bytes()
         blocked, copied = _time_pairs(publisher, model, args.rounds)
     stats = versions[-1].stats
     return {
@@ -212,23 +214,6 @@ def _time_pairs(
         if not step % 2:
             copy()
     return blocked, copied
-
-
-def _start_watching_memory() -> int:
-    """Resident bytes now; the kernel's high-water mark starts from here."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":
