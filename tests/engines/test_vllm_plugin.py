@@ -16,7 +16,7 @@ from stitch.engines.vllm import WORKER_EXTENSION
 from stitch.engines.vllm.__main__ import plugins
 from stitch.engines.vllm.endpoint import StitchEndpoint
 from stitch.engines.vllm.launch import vllm_command
-from stitch.engines.vllm.workers import VllmWorkers, descendants
+from stitch.engines.vllm.workers import VllmWorkers
 from stitch.engines.wire import PREFIX, TOKEN_ENV
 from stitch.errors import UsageError
 from stitch.types import VersionRef
@@ -174,21 +174,6 @@ def test_our_endpoint_is_allowed_without_locking_other_plugins_out() -> None:
     assert plugins(None, installed) == "lora,stitch"
     assert plugins("a,stitch", installed) == "a,stitch"
     assert plugins("", installed) == "stitch"
-
-
-def test_descendants_are_found_with_their_children() -> None:
-    code = (
-        "import subprocess, sys; "
-        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE); "
-        "print(child.pid, flush=True); input()"
-    )
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as parent:
-        assert parent.stdout is not None
-        grandchild = int(parent.stdout.readline())
-        assert {parent.pid, grandchild} <= set(descendants(os.getpid()))
-        assert descendants(parent.pid) == [grandchild]
-        parent.kill()
 
 
 def test_loading_the_plugin_needs_neither_vllm_nor_torch() -> None:

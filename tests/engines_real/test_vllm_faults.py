@@ -13,7 +13,7 @@ from real_models import load, make_model, real_change
 
 from stitch.codec import TensorUpdate, UpdateSet
 from stitch.engines.control import ControlClient
-from stitch.engines.vllm.workers import descendants
+from stitch.engines.group.ending import descendants
 from stitch.errors import EngineError, EngineUnreachableError, StitchError
 from stitch.testing.engine_contract import BASE, NEXT
 

@@ -27,7 +27,7 @@ from real_kit import (
 from real_models import load, make_model, real_change
 
 from stitch.board import open_board
-from stitch.engines.vllm.workers import descendants
+from stitch.engines.group.ending import descendants
 from stitch.publish import Publisher
 from stitch.tensors import HostWeights
 

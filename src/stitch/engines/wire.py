@@ -13,6 +13,8 @@ from stitch.types import VersionRef
 
 PREFIX = "/stitch/v1"
 TOKEN_ENV = "STITCH_ENGINE_TOKEN"
+VIEW_ENV = "STITCH_ENGINE_VIEW"
+"""The run's view, for engines that have no argument for it."""
 
 
 def ref_to_json(ref: VersionRef | None) -> dict[str, object] | None:

@@ -10,4 +10,3 @@ offers the control interface on vLLM's API server. Importing this package import
 PLUGIN = "stitch"
 """Name of the entry points, as it stands in VLLM_PLUGINS."""
 WORKER_EXTENSION = "stitch.engines.vllm.worker.StitchWorkerExtension"
-VIEW_ENV = "STITCH_ENGINE_VIEW"

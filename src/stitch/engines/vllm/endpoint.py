@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from stitch.engines import wire
 from stitch.engines.group.control_asgi import ControlAsgi
-from stitch.engines.group.engine import GroupEngine, GroupTraits
-from stitch.engines.group.staging import shared_memory_directory
-from stitch.engines.ranks.port import check
-from stitch.engines.vllm import PLUGIN, VIEW_ENV, WORKER_EXTENSION
+from stitch.engines.group.engine import GroupTraits
+from stitch.engines.group.front import log_to_stderr, start_front
+from stitch.engines.vllm import PLUGIN, WORKER_EXTENSION
 from stitch.engines.vllm.workers import VllmWorkers
-from stitch.errors import SchemaMismatchError, UsageError
-from stitch.tensors import open_checkpoint
-from stitch.types import Schema
-from stitch.views import ViewReader
-
-_log = logging.getLogger(__name__)
+from stitch.errors import UsageError
 
 BLOCKED_ROUTES = (
     "/stitch/*", "/pause", "/resume", "/is_paused", "/abort_requests", "/collective_rpc",
@@ -51,34 +44,16 @@ class StitchEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Learn where every tensor lives, before requests are taken; what fails ends the server."""
-        _log_to_stderr()
+        log_to_stderr()
         config = engine_client.vllm_config
         _check_setup(config, args)
-        directory, view = Path(config.model_config.model), os.environ.get(VIEW_ENV, "bf16")
-        schema = _schema_of(directory, view)
         workers = VllmWorkers(
             engine_client,
             config.parallel_config.world_size,
             multimodal=config.model_config.is_multimodal_model,
         )
-        opened = await workers.call("open", str(directory), view)
-        check(opened)
-        if any(answer["schema_digest"] != schema.digest for answer in opened):
-            raise SchemaMismatchError(f"the ranks read other tensors from {directory}")
-        engine = await GroupEngine.learned(
-            workers, schema, TRAITS, scratch=shared_memory_directory()
-        )
-        self._control.serve(engine, schema)
-
-
-def _log_to_stderr() -> None:
-    """vLLM sets up its own loggers only."""
-    log = logging.getLogger("stitch")
-    log.setLevel(logging.INFO)
-    if not log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        log.addHandler(handler)
+        directory, view = Path(config.model_config.model), os.environ.get(wire.VIEW_ENV, "bf16")
+        self._control.serve(*await start_front(workers, directory, view, TRAITS))
 
 
 def _check_setup(config: Any, args: Any) -> None:
@@ -100,12 +75,3 @@ def _is_ours(name: str) -> bool:
         return bool(name)
     module, _, attribute = name.rpartition(".")
     return hasattr(getattr(importlib.import_module(module), attribute), "stitch_call")
-
-
-def _schema_of(directory: Path, view: str) -> Schema:
-    if not directory.is_dir():
-        raise UsageError(
-            f"serve a local checkpoint directory: {directory} is none, and its tensors must be read"
-        )
-    with open_checkpoint(directory) as checkpoint:
-        return ViewReader(checkpoint, view).schema

@@ -2,43 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import functools
 
-from stitch.engines.vllm import VIEW_ENV
-from stitch.errors import UsageError
+from stitch.engines.plugin_launch import plugin_command, plugin_environment
 
-_OURS = ("--host", "--port", "--served-model-name")
-
-
-def vllm_command(
-    model: str | Path,
-    *,
-    port: int,
-    host: str = "127.0.0.1",
-    served_model_name: str | None = None,
-    python: str | Path | None = None,
-    view: str = "bf16",
-    args: Sequence[str] = (),
-) -> list[str]:
-    """For EngineProcess, together with `vllm_environment(view)`.
-
-    `python` is the interpreter of the environment that vLLM is installed in (default: this one);
-    `args` are vLLM's own, passed on. UsageError for those that are decided here.
-    """
-    given = {arg.partition("=")[0] for arg in args}
-    for name in _OURS:
-        if name in given:
-            raise UsageError(f"{name} is the replica's to give: leave it out of the engine's")
-    command = [str(python or sys.executable), "-m", "stitch.engines.vllm", str(model)]
-    command += ["--host", host, "--port", str(port)]
-    if served_model_name is not None:
-        command += ["--served-model-name", served_model_name]
-    if view == "bf16" and "--dtype" not in given:
-        command += ["--dtype", "bfloat16"]
-    return [*command, *args]
-
-
-def vllm_environment(view: str = "bf16") -> dict[str, str]:
-    return {VIEW_ENV: view}
+vllm_command = functools.partial(plugin_command, "stitch.engines.vllm")
+vllm_environment = plugin_environment

@@ -14,9 +14,9 @@ import threading
 from multiprocessing import connection
 from typing import Any
 
+from stitch.engines.group.ending import EXIT_STATUS
 from stitch.engines.wire import TOKEN_ENV
 
-EXIT_STATUS = 70
 _watching = threading.Event()
 
 

@@ -8,23 +8,14 @@ every answer carries the number of its call and its rank.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from stitch.engines.ranks.port import Answer, failure
+from stitch.engines.ranks.calls import answered, call_rank, default_dtype, opened
+from stitch.engines.ranks.port import Answer
 from stitch.engines.ranks.weights import RankWeights
-from stitch.errors import UsageError
-from stitch.tensors import open_checkpoint
-from stitch.views import ViewReader
-
-METHODS = frozenset({
-    "learn", "settle", "describe", "stage_part", "seal", "commit", "undo", "discard", "forget",
-    "lanes", "begin", "finish",
-})  # fmt: skip
-"""Methods of the port `Rank`; nothing else of it may be called from outside."""
 
 
 class StitchWorkerExtension:
@@ -33,43 +24,30 @@ class StitchWorkerExtension:
     def stitch_call(self, number: int, method: str, args: Sequence[Any]) -> Answer:
         """Answer for one method of `Rank`, or for `open`, which comes first (model dir, view)."""
         worker: Any = self
-        try:
-            if method == "open":
-                answer = _open(worker, *args)
-            elif method in METHODS:
-                answer = _call(worker, method, args)
-            else:
-                raise UsageError(f"no rank does {method!r:.100}")
-        except BaseException as error:  # the edge of an RPC that must not see any
-            answer = failure(error)
-        return {**answer, "call": number, "at_rank": worker.rank}
-
-
-def _open(worker: Any, directory: str, view: str) -> Answer:
-    reader = ViewReader(open_checkpoint(directory), view)
-    model = worker.model_runner.get_model()
-    worker._stitch_rank = RankWeights(
-        model,
-        reader.schema,
-        rank=worker.rank,
-        world=worker.parallel_config.world_size,
-        load=model.load_weights,
-        reader=reader,
-        build=lambda pairs: _second_model(worker, pairs),
-    )
-    return {"ok": True, "schema_digest": reader.schema.digest, "pid": os.getpid()}
+        return answered(lambda: _call(worker, method, args), number=number, rank=worker.rank)
 
 
 def _call(worker: Any, method: str, args: Sequence[Any]) -> Answer:
+    if method == "open":
+        return _open(worker, *args)
+    rank: RankWeights | None = getattr(worker, "_stitch_rank", None)
+    if method != "learn":
+        return call_rank(rank, method, args)
     from vllm.config import set_current_vllm_config
 
-    rank: RankWeights | None = getattr(worker, "_stitch_rank", None)
-    if rank is None:
-        raise UsageError(f"{method}: this rank was not opened")
-    if method == "learn":  # it runs the model's loader, which asks for the configuration
-        with set_current_vllm_config(worker.vllm_config):
-            return rank.learn()
-    answer: Answer = getattr(rank, method)(*args)
+    with set_current_vllm_config(worker.vllm_config):  # the model's loader asks for it
+        return call_rank(rank, method, args)
+
+
+def _open(worker: Any, directory: str, view: str) -> Answer:
+    worker._stitch_rank, answer = opened(
+        worker.model_runner.get_model(),
+        directory,
+        view,
+        rank=worker.rank,
+        world=worker.parallel_config.world_size,
+        build=lambda pairs: _second_model(worker, pairs),
+    )
     return answer
 
 
@@ -82,7 +60,7 @@ def _second_model(worker: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> tor
 
     config = worker.vllm_config
     device = torch.device(config.device_config.device)
-    with _unregistered(config.compilation_config), _default_dtype(config.model_config.dtype):
+    with _unregistered(config.compilation_config), default_dtype(config.model_config.dtype):
         with device:
             model = initialize_model(vllm_config=config)
         model.load_weights(pairs)
@@ -102,13 +80,3 @@ def _unregistered(compilation: Any) -> Iterator[None]:
     finally:
         for name, table in kept.items():
             setattr(compilation, name, table)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
+from stitch.engines.group.ending import end_engine
+from stitch.engines.group.replies import own_answers
 from stitch.engines.group.workers import WorkersLostError
 from stitch.engines.ranks.port import Answer
-from stitch.engines.vllm.plugin import EXIT_STATUS
 from stitch.types import VersionRef
 
 IN_BACKGROUND = frozenset({"stage_part", "seal", "lanes"})
@@ -57,16 +53,7 @@ class VllmWorkers:
             )
         except Exception as error:  # whatever broke: other ranks' answers may still be queued
             raise WorkersLostError(f"the RPC {method} failed: {error!r:.500}") from error
-        got = [
-            (answer.get("call"), answer.get("at_rank")) if isinstance(answer, dict) else answer
-            for answer in answers
-        ]
-        if got != [(number, rank) for rank in range(self._world)]:
-            raise WorkersLostError(
-                f"call {number} ({method}) to {self._world} ranks got answers of other calls or "
-                f"ranks: {got!r:.300}"
-            )
-        return list(answers)
+        return own_answers(answers, number=number, method=method, world=self._world)
 
     async def pause(self) -> None:
         """Keeps requests in flight; their keys and values are computed anew afterwards.
@@ -95,38 +82,4 @@ class VllmWorkers:
         return not self._client.errored
 
     def exit(self, reason: str) -> NoReturn:
-        print(f"stitch engine: fatal: {reason}; exiting", file=sys.stderr, flush=True)
-        for pid in descendants(os.getpid()):
-            if not _tidies_up(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        os._exit(EXIT_STATUS)
-
-
-def _tidies_up(pid: int) -> bool:
-    """Whether it is one of multiprocessing's trackers, which remove shared memory and then end."""
-    try:
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one, as /proc shows them now."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # "pid (name) state parent ...": the name may hold spaces and brackets.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
+        end_engine(reason)
