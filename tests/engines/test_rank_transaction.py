@@ -213,6 +213,7 @@ def test_windows_write_the_same_words_as_single_writes(
 ) -> None:
     monkeypatch.setattr(pile_module, "WINDOW_BITS", window_bits)
     monkeypatch.setattr(pile_module, "WINDOW", 1 << window_bits)
+    monkeypatch.setattr(pile_module, "PIECE", 7)
     layout = Layout(world=2, transposed=True)
     ranks = Ranks(layout, weights, dense_limit_bytes=limit)
     for step, share in enumerate((0.001, 0.02, 0.2, 0.6)):

@@ -57,9 +57,9 @@ async def transact(
     pause_ms = _ms_since(start)
     _log.info(
         "event=transaction what=%r ok=%s pause_ms=%.2f stop_ms=%.2f write_ms=%.2f go_on_ms=%.2f "
-        "slowest_write_ms=%.2f slowest_check_ms=%.2f",
+        "slowest_write_ms=%.2f",
         what, not wrong, pause_ms, (stopped - start) * 1e3, (written - stopped) * 1e3,
-        _ms_since(written), _slowest(answers, "write_ms"), _slowest(answers, "check_ms"),
+        _ms_since(written), _slowest(answers, "write_ms"),
     )  # fmt: skip
     return Outcome(fault=_text(wrong) if wrong else None, pause_ms=pause_ms)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,6 +13,8 @@ from stitch.engines.placement.live import Storage
 WINDOW_BITS = 18
 WINDOW = 1 << WINDOW_BITS
 """Words of a window; windows begin at multiples of it."""
+PIECE = 1 << 15
+"""Single words that are written and read back at a time on a CPU."""
 COMPACT = 1 / 3
 """Share of changed words from which a window takes less memory than single words with offsets."""
 
@@ -184,6 +186,25 @@ class Pile:
                 yield _span(number, window.old), window.old
         for part in (*self.moved, *self.parts):
             yield part.offsets, part.old
+
+    def write(self, what: Iterable[tuple[Where, torch.Tensor]]) -> bool:
+        """Put words where they belong and read them back; False if something else stands there.
+
+        On a CPU piece by piece, so that they are read back while they are in its caches.
+        """
+        words = self.storage.words
+        piece = PIECE if words.device.type == "cpu" else max(1, int(words.numel()))
+        held = True
+        for where, values in what:
+            if isinstance(where, slice):
+                self.put(where, values)
+                held &= self.holds(where, values)
+                continue
+            for lo in range(0, values.numel(), piece):
+                part, some = where[lo : lo + piece], values[lo : lo + piece]
+                self.put(part, some)
+                held &= self.holds(part, some)
+        return held
 
     def put(self, where: Where, values: torch.Tensor) -> None:
         words = self.storage.words

@@ -68,7 +68,7 @@ class Rank(Protocol):
     def commit(self, stage_id: str) -> Answer:
         """Write the sealed stage and read it back; only in a pause.
 
-        Answers `write_ms`, `check_ms`. Committed already: ok again, without writing. If it
+        Answers `write_ms`, for both. Committed already: ok again, without writing. If it
         fails, the old words are restored here before the answer (FatalReplicaError if they could
         not be).
         """
