@@ -30,11 +30,12 @@ class ReplicaConfig:
     port: int = setting(8000, help="port to listen on; 0 takes a free one")
     url: str | None = setting(None, help="address that clients reach it at (default: HOST:PORT)")
 
-    engine: Literal["embedded", "vllm", "attach"] = setting(
-        "embedded", help="engine to start (embedded or vllm), or attach to a running one"
+    engine: Literal["embedded", "vllm", "sglang", "attach"] = setting(
+        "embedded", help="engine to start (embedded, vllm or sglang), or attach to a running one"
     )
     engine_python: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
-        None, help="interpreter of the environment that vLLM is installed in (default: this one)"
+        None,
+        help="interpreter of the environment that the engine is installed in (default: this one)",
     )
     engine_args: tuple[str, ...] = setting((), help="the engine's own arguments, passed on")
     engine_url: str | None = setting(None, help="address of the engine to attach to")

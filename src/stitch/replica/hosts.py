@@ -7,13 +7,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from stitch.board import Run
 from stitch.engines.control import ControlClient
 from stitch.engines.launch import EngineProcess, embedded_command, free_port, new_token
+from stitch.engines.plugin_launch import plugin_environment
 from stitch.engines.port import Engine
-from stitch.engines.vllm.launch import vllm_command, vllm_environment
+from stitch.engines.sglang.launch import sglang_command
+from stitch.engines.vllm.launch import vllm_command
 from stitch.errors import EngineUnreachableError, FatalReplicaError
 from stitch.replica.config import ReplicaConfig
 from stitch.types import Schema
@@ -97,8 +100,10 @@ def _launch_embedded(config: ReplicaConfig, port: int, view: str) -> Launch:
     return Launch(command=[*command, *config.engine_args])
 
 
-def _launch_vllm(config: ReplicaConfig, port: int, view: str) -> Launch:
-    command = vllm_command(
+def _launch_plugin(
+    command_of: Callable[..., list[str]], config: ReplicaConfig, port: int, view: str
+) -> Launch:
+    command = command_of(
         config.model,
         port=port,
         served_model_name=config.served_model_name,
@@ -106,12 +111,13 @@ def _launch_vllm(config: ReplicaConfig, port: int, view: str) -> Launch:
         view=view,
         args=config.engine_args,
     )
-    return Launch(command=command, env=vllm_environment(view))
+    return Launch(command=command, env=plugin_environment(view))
 
 
 LAUNCHERS: Mapping[str, Callable[[ReplicaConfig, int, str], Launch]] = {
     "embedded": _launch_embedded,
-    "vllm": _launch_vllm,
+    "vllm": partial(_launch_plugin, vllm_command),
+    "sglang": partial(_launch_plugin, sglang_command),
 }
 """Engines that a replica can start -> how, from its settings, a port and the run's view."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -68,15 +68,8 @@ class ControlAsgi:
         if scope["type"] != "http":
             return
         status, body = await self._answer(scope, receive)
-        data = json.dumps(body).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(data)).encode()),
-        ]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": data})
+        extra = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        await send_json(send, status, body, extra)
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, Body]:
         if not self._guard.admits(dict(scope["headers"]).get(b"authorization", b"")):
@@ -91,6 +84,20 @@ class ControlAsgi:
             return status_of(error), wire.error_to_json(error)
         except _NoRouteHereError as error:
             return error.status, {"error": {"type": "UsageError", "message": str(error)}}
+
+
+async def send_json(
+    send: Send, status: int, body: Body, extra: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """One whole answer, with `extra` headers."""
+    data = json.dumps(body).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(data)).encode()),
+        *extra,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
 
 
 def _path_of(scope: Scope) -> str:

@@ -1,0 +1,10 @@
+"""The command line of an SGLang with our plugin."""
+
+from __future__ import annotations
+
+import functools
+
+from stitch.engines.plugin_launch import plugin_command, plugin_environment
+
+sglang_command = functools.partial(plugin_command, "stitch.engines.sglang")
+sglang_environment = plugin_environment
