@@ -1,4 +1,5 @@
-"""Tests on real engines: they run where STITCH_VLLM_PYTHON names the interpreter of one.
+"""Tests on real engines: those of vLLM run where STITCH_VLLM_PYTHON names an interpreter with it,
+those of SGLang where STITCH_SGLANG_PYTHON does.
 
 Each of them is an environment of its own with the engine and this package. Starting one takes half
 a minute, so tests share a running engine where they can.
@@ -10,9 +11,20 @@ import os
 
 import pytest
 
-pytest.register_assert_rewrite("stitch.testing.engine_contract", "real_kit")
+pytest.register_assert_rewrite(
+    "stitch.testing.engine_contract",
+    "real_kit",
+    "contract_suite",
+    "equality_suite",
+    "faults_suite",
+    "serve_suite",
+)
 
-collect_ignore_glob = [] if os.environ.get("STITCH_VLLM_PYTHON") else ["test_*.py"]
+collect_ignore_glob = [
+    f"test_{name}_*.py"
+    for name in ("vllm", "sglang")
+    if not os.environ.get(f"STITCH_{name.upper()}_PYTHON")
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

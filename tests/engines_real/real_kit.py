@@ -10,16 +10,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from real_models import difference, load
 
 from stitch.codec import DigestState
 from stitch.engines.control import ControlClient
 from stitch.engines.launch import free_port, new_token
-from stitch.engines.vllm.launch import vllm_command, vllm_environment
+from stitch.engines.plugin_launch import plugin_environment
+from stitch.engines.sglang.launch import sglang_command
+from stitch.engines.vllm.launch import vllm_command
 from stitch.engines.wire import PREFIX, TOKEN_ENV
 from stitch.tensors import HostWeights
 from stitch.testing.engine_contract import BASE, Subject
@@ -28,29 +30,33 @@ from stitch.types import VersionRef
 START_S = 600.0
 QUIET = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
 }
-VLLM_ARGS = ("--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16")
 
 
-def vllm_python() -> str:
-    return os.environ["STITCH_VLLM_PYTHON"]
+class RealEngine:
+    """One running engine with the plugin. `stop` it; it dies with this process in any case."""
 
+    name: ClassVar[str]
+    """As `stitch serve --engine` has it."""
+    command: ClassVar[Callable[..., list[str]]]
+    args: ClassVar[tuple[str, ...]]
+    env: ClassVar[Mapping[str, str]]
+    core: ClassVar[str]
+    """What the name of its first process with weights begins with."""
+    control: ClassVar[tuple[str, ...]]
+    """Some of its own control routes."""
 
-def vllm_args(tp: int) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Arguments and environment of a vLLM on `tp` ranks."""
-    if tp == 1:
-        return VLLM_ARGS, {}
-    cores = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:tp])
-    return (*VLLM_ARGS, "--tensor-parallel-size", str(tp)), {"VLLM_CPU_OMP_THREADS_BIND": cores}
+    @classmethod
+    def python(cls) -> str:
+        return os.environ[f"STITCH_{cls.name.upper()}_PYTHON"]
 
-
-class RealVllm:
-    """One running vLLM with the plugin. `stop` it; it dies with this process in any case."""
+    @classmethod
+    def on_ranks(cls, tp: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Arguments and environment for `tp` ranks."""
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -65,9 +71,13 @@ class RealVllm:
         self.token = new_token()
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        own, environment = vllm_args(tp)
-        command = vllm_command(
-            model, port=port, served_model_name="tiny", python=vllm_python(), args=[*own, *args]
+        ranks, environment = self.on_ranks(tp)
+        command = type(self).command(
+            model,
+            port=port,
+            served_model_name="tiny",
+            python=self.python(),
+            args=[*self.args, *ranks, *args],
         )
         tether = [sys.executable, "-m", "stitch.engines.tether", str(os.getpid()), "--"]
         with log.open("ab") as output:
@@ -79,8 +89,9 @@ class RealVllm:
                 env={
                     **os.environ,
                     **QUIET,
+                    **self.env,
                     **environment,
-                    **vllm_environment(),
+                    **plugin_environment(),
                     **(env or {}),
                     TOKEN_ENV: self.token,
                 },
@@ -103,8 +114,8 @@ class RealVllm:
                 with urllib.request.urlopen(request, timeout=2):
                     return
             except (urllib.error.URLError, OSError):
-                assert self.process.poll() is None, f"vLLM ended:\n{self.tail()}"
-                assert time.monotonic() < deadline_s, f"vLLM is not ready:\n{self.tail()}"
+                assert self.process.poll() is None, f"{self.name} ended:\n{self.tail()}"
+                assert time.monotonic() < deadline_s, f"{self.name} is not ready:\n{self.tail()}"
                 time.sleep(0.2)
 
     def tail(self) -> str:
@@ -159,6 +170,50 @@ class RealVllm:
         assert held == wanted
         self.last = base
         return Subject(engine=client, weights=base)
+
+
+class RealVllm(RealEngine):
+    name = "vllm"
+    command = vllm_command
+    args = ("--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16")
+    env: ClassVar[Mapping[str, str]] = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    core = "VLLM::EngineCor"
+    control = ("/pause", "/collective_rpc")
+
+    @classmethod
+    def on_ranks(cls, tp: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        if tp == 1:
+            return (), {}
+        return ("--tensor-parallel-size", str(tp)), {"VLLM_CPU_OMP_THREADS_BIND": cores(tp)}
+
+
+class RealSglang(RealEngine):
+    name = "sglang"
+    command = sglang_command
+    args = (
+        *("--device", "cpu", "--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.1"),
+        *("--max-total-tokens", "8192", "--context-length", "512"),
+        *("--max-running-requests", "8", "--disable-overlap-schedule"),
+    )
+    env: ClassVar[Mapping[str, str]] = {"SGLANG_USE_CPU_ENGINE": "1"}
+    core = "sglang::schedul"
+    control = ("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/open_session")
+
+    @classmethod
+    def on_ranks(cls, tp: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        if tp == 1:
+            return (), {}
+        return ("--tp-size", str(tp)), {"SGLANG_CPU_OMP_THREADS_BIND": cores(tp)}
+
+
+def cores(count: int) -> str:
+    """One core a rank."""
+    return "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:count])
 
 
 def digest_of(weights: HostWeights) -> str:

@@ -1,118 +1,20 @@
-"""Faults in each phase of a transaction on a real vLLM: the old version serves, or nothing does."""
+"""Faults in the ranks of a real vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
-from faulty_worker import FAULT_ENV
-from real_kit import PROMPTS, RealVllm, digest_of, wait_for_the_end_of
-from real_models import load, make_model, real_change
+from faults import HERE
+from faults_suite import WithFaults
+from real_kit import RealVllm
 
-from stitch.codec import TensorUpdate, UpdateSet
-from stitch.engines.control import ControlClient
-from stitch.engines.group.ending import descendants
-from stitch.errors import EngineError, EngineUnreachableError, StitchError
-from stitch.testing.engine_contract import BASE, NEXT
-
-HERE = Path(__file__).parent
-FAULTY = ("--worker-extension-cls", "faulty_worker.FaultyWorkerExtension")
+FAULTY = ("--worker-extension-cls", "faulty_vllm.FaultyWorkerExtension")
 
 
-class Faulty:
-    """An engine of two ranks whose commits can be made to fail."""
-
-    def __init__(self, place: Path, **env: str) -> None:
-        self.fault = place / "fault"
-        self.model = make_model("tied", place / "model")
-        self.server = RealVllm(
-            self.model,
-            place / "log",
-            tp=2,
-            args=FAULTY,
-            env={"PYTHONPATH": str(HERE), FAULT_ENV: str(self.fault), **env},
-        )
-        self.weights = load(self.model)
-        self.update = real_change(self.weights, seed=1)
-
-    async def staged(self) -> ControlClient:
-        client = self.server.client()
-        await client.bind(BASE, digest_of(self.weights))
-        await client.stage("a", BASE, NEXT, self.update)
-        return client
+def plugin(place: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    return FAULTY, {"PYTHONPATH": str(HERE)}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    faulty = Faulty(tmp_path_factory.mktemp("faults"))
-    yield faulty
-    faulty.server.stop()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_fails_in_the_write_leaves_all_at_the_old_version(
-    shared: Faulty, rank: int
-) -> None:
-    before = [shared.server.tokens(prompt) for prompt in PROMPTS]
-    client = await shared.staged()
-    shared.fault.write_text(f"{rank} raise")
-    with pytest.raises(EngineError, match=f"rank {rank}.*injected"):
-        await client.commit("a")
-    now, report = await client.describe(), await client.verify()
-    assert (now.ref, now.state, now.staged) == (BASE, "ready", None)
-    assert report.digest == digest_of(shared.weights)
-    assert [shared.server.tokens(prompt) for prompt in PROMPTS] == before
-    # And nothing is broken for good:
-    await client.stage("b", BASE, NEXT, shared.update)
-    await client.commit("b")
-    await client.roll_back(BASE)
-    assert (await client.verify()).digest == digest_of(shared.weights)
-    await client.close()
-
-
-async def test_bad_stages_change_nothing(shared: Faulty) -> None:
-    client = await shared.staged()
-    good = shared.update.updates[0]
-    lie = TensorUpdate(
-        tensor=good.tensor,
-        positions=good.positions,
-        new=good.new,
-        old=good.old ^ good.old.dtype.type(1),
-    )
-    with pytest.raises(EngineError):
-        await client.stage("lie", BASE, NEXT, UpdateSet([lie]))
-    with pytest.raises(EngineError):
-        await client.stage("elsewhere", NEXT, BASE, shared.update)
-    with pytest.raises(StitchError):
-        await client._call("POST", "stage", {"stage_id": "c"})
-    opening = {"stage_id": "d", "base": {"run": "contract", "version": 0}}
-    await client._call("POST", "stage", {**opening, "target": {"run": "contract", "version": 1}})
-    await client._call("PUT", "stage/d/parts/0", b"no update set")
-    with pytest.raises(StitchError):
-        await client._call("POST", "stage/d/seal", {"num_parts": 1, "num_changed": 0})
-    assert (await client.describe()).staged is None
-    assert (await client.verify()).digest == digest_of(shared.weights)
-    await client.close()
-
-
-@pytest.mark.parametrize("fault", ["0 garble", "1 kill", "failpoint"])
-async def test_an_engine_in_doubt_ends_with_all_its_processes(fault: str, tmp_path: Path) -> None:
-    env: dict[str, Any] = {"STITCH_FAILPOINT": "engine.written"} if fault == "failpoint" else {}
-    faulty = Faulty(tmp_path, **env)
-    try:
-        processes = descendants(faulty.server.process.pid)
-        assert len(processes) >= 3
-        client = await faulty.staged()
-        faulty.fault.write_text(fault)
-        with pytest.raises(EngineUnreachableError):
-            await client.commit("a")
-        await client.close()
-        status = faulty.server.process.wait(60)
-        wait_for_the_end_of(processes)
-        if fault != "failpoint":
-            assert status == 70
-            assert "stitch engine: fatal" in faulty.server.tail()
-    finally:
-        faulty.server.stop()
+class TestFaults(WithFaults):
+    engine = RealVllm
+    plugin = staticmethod(plugin)
