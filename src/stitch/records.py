@@ -163,6 +163,62 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergedPatch:
+    """`v/<version>/from-<base_version>.json`: a patch over several versions at once.
+
+    One more way from `base_version` to `version`; nothing depends on it. Digests are version
+    digests.
+    """
+
+    run: str
+    version: int
+    base_version: int
+    digest_before: str
+    digest_after: str
+    schema_digest: str
+    blobs: tuple[BlobRef, ...]
+    stats: PatchStats
+    created_unix_s: float
+    writer: str
+    format: int = FORMAT
+
+    @property
+    def ref(self) -> VersionRef:
+        return VersionRef(self.run, self.version)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to fetch, over all blobs."""
+        return sum(ref.num_bytes for ref in self.blobs)
+
+    def to_json_bytes(self) -> bytes:
+        return canonical_json(
+            vars(self)
+            | {
+                "blobs": [ref.to_json() for ref in self.blobs],
+                "stats": vars(self.stats) | {"encodings": dict(self.stats.encodings)},
+            }
+        )
+
+    @classmethod
+    def parse(cls, data: bytes, key: str) -> MergedPatch:
+        fields = Fields.of_record(data, key, FORMAT)
+        version = fields.version("version", low=2)
+        return cls(
+            run=fields.run_name("run"),
+            version=version,
+            base_version=fields.integer("base_version", high=version - 2),
+            digest_before=fields.hexadecimal("digest_before"),
+            digest_after=fields.hexadecimal("digest_after"),
+            schema_digest=fields.hexadecimal("schema_digest"),
+            blobs=_blobs(fields, "blobs", at_least=1),
+            stats=_stats(fields.child("stats")),
+            created_unix_s=fields.number("created_unix_s"),
+            writer=fields.text("writer"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnchorRecord:
     """`anchor.json`: a version stored whole, as safetensors files (and their index, first).
 

@@ -6,8 +6,8 @@ import hashlib
 import secrets
 from typing import Any
 
-from stitch.board import Board, Patience, Run
-from stitch.records import BlobRef, Heartbeat, Manifest, RunRecord
+from stitch.board import Board, Patience, Run, keys
+from stitch.records import BlobRef, Heartbeat, Manifest, MergedPatch, RunRecord
 from stitch.types import PatchStats, ReplicaState, Schema, TensorSpec
 
 NO_WAITS = Patience(sleep=lambda _: None)
@@ -70,6 +70,31 @@ def publish(run: Run, version: int, data: bytes | None = None, **changes: Any) -
 def publish_through(run: Run, newest: int) -> None:
     for version in range(run.newest() + 1, newest + 1):
         publish(run, version)
+
+
+def merged_patch(
+    run: Run, start: int, version: int, blobs: tuple[BlobRef, ...], **changes: Any
+) -> MergedPatch:
+    fields: dict[str, Any] = {
+        "run": run.name,
+        "version": version,
+        "base_version": start,
+        "digest_before": digest(start),
+        "digest_after": digest(version),
+        "schema_digest": run.record.schema_digest,
+        "blobs": blobs,
+        "stats": PatchStats(num_elements=48, num_changed=2, num_bytes=9, encodings={"gaps": 1}),
+        "created_unix_s": 1_700_000_000.0 + version,
+        "writer": "compactor-0",
+    }
+    return MergedPatch(**(fields | changes))
+
+
+def put_merged(run: Run, start: int, version: int, num_bytes: int = 5) -> MergedPatch:
+    """Put one blob and the record of a merged patch."""
+    name = keys.merged_blob_name(start, secrets.token_hex(4), 0)
+    ref = run.put_blob(version, name, b"x" * num_bytes)
+    return run.commit_merged(merged_patch(run, start, version, (ref,)))
 
 
 def heartbeat(replica: str = "r1", **changes: Any) -> Heartbeat:

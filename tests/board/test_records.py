@@ -24,6 +24,7 @@ from stitch.records import (
     Head,
     Heartbeat,
     Manifest,
+    MergedPatch,
     RunRecord,
 )
 from stitch.types import PatchStats, VersionRef
@@ -54,17 +55,30 @@ ANCHOR = AnchorRecord(
     created_unix_s=2.0,
     writer="w",
 )
+MERGED = MergedPatch(
+    run="math",
+    version=8,
+    base_version=4,
+    digest_before=digest(4),
+    digest_after=digest(8),
+    schema_digest="0" * 32,
+    blobs=(BLOB,),
+    stats=PatchStats(num_elements=48, num_changed=2, num_bytes=9, encodings={"ranks": 1}),
+    created_unix_s=1.5,
+    writer="w",
+)
 RECORDS: list[Any] = [
     run_record(parent=VersionRef("old", 9), assets=(BLOB,)),
     run_record(),
     MANIFEST,
+    MERGED,
     ANCHOR,
     EpochRecord(epoch=2, run="math", writer="w", created_unix_s=0.25),
     Head(run="math", version=4),
     heartbeat(),
     heartbeat(run=None, applied=None, newest_seen=None),
 ]
-KINDS = [RunRecord, Manifest, AnchorRecord, EpochRecord, Head, Heartbeat]
+KINDS = [RunRecord, Manifest, MergedPatch, AnchorRecord, EpochRecord, Head, Heartbeat]
 
 
 def altered(record: Any, **changes: object) -> bytes:

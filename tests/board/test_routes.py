@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from itertools import pairwise
 
 import pytest
-from board_kit import NO_WAITS, SCHEMA, digest, manifest, new_run, publish
-from hypothesis import given
+from board_kit import NO_WAITS, SCHEMA, digest, new_run, publish, put_merged
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stitch.board import AnchorStep, Board, PatchStep, Route, Run, Step, keys, plan_route
-from stitch.board.routes import cheapest
-from stitch.errors import NoRouteError
+from stitch.board import Board, MergedStep, PatchStep, Route, Run, keys, plan_route, spans
+from stitch.board.store import memory_store
+from stitch.errors import CorruptRecordError, NoRouteError
 from stitch.records import AnchorRecord, BlobRef
 from stitch.testing.faults import FaultyStore
 
@@ -148,61 +150,165 @@ def test_a_version_that_is_not_published_has_no_route(memory_board: Board) -> No
         plan_route(run, 0, 2)
 
 
-def test_the_walk_back_stops_where_no_cheaper_route_can_follow(memory_board: Board) -> None:
+def test_looking_for_patches_ends_where_no_cheaper_route_can_follow(memory_board: Board) -> None:
     run = run_of(memory_board, [60] * 40)
     add_anchor(run, 38)
     store = FaultyStore(memory_board.store)
     reader = Board(store, patience=NO_WAITS).open_run("math")
     store.forget_requests()
     assert shape(plan_route(reader, 0, 40)) == ["38/anchor", "39/manifest", "40/manifest"]
-    assert store.num_requests < 12
+    assert store.num_requests < 20
 
 
-sizes = st.integers(1, 200)
+# --- merged patches ----------------------------------------------------------------------------
+
+
+def merge_all(run: Run, newest: int, num_bytes: int = 2) -> None:
+    for start, stop in spans.spans(newest):
+        put_merged(run, start, stop, num_bytes)
+
+
+def test_a_replica_far_behind_takes_as_many_steps_as_its_distance_has_digits(
+    memory_board: Board,
+) -> None:
+    run_of(memory_board, [3] * 70)
+    merge_all(memory_board.open_run("math"), 70)
+    store = FaultyStore(memory_board.store)
+    for have, want, expected in [
+        (0, 64, ["64/from-00000000"]),
+        (3, 70, ["4/manifest", "8/from-00000004", "16/from-00000008", "32/from-00000016",
+                 "64/from-00000032", "68/from-00000064", "69/manifest", "70/manifest"]),
+        (56, 64, ["64/from-00000056"]),
+    ]:  # fmt: skip
+        reader = Board(store, patience=NO_WAITS).open_run("math")
+        store.forget_requests()
+        route = plan_route(reader, have, want)
+        assert shape(route) == expected
+        # A span or a patch at each place, and the manifests that prove where the spans lead.
+        assert store.num_requests <= 3 * len(expected) + 3
+        assert store.counts["list"] == 0
+
+
+def test_the_longest_span_that_exists_is_taken(memory_board: Board) -> None:
+    run = run_of(memory_board, [9] * 16)
+    put_merged(run, 0, 4, 20)
+    put_merged(run, 8, 16, 30)
+    route = plan_route(run, 0, 16)
+    assert shape(route) == [
+        "4/from-00000000", "5/manifest", "6/manifest", "7/manifest", "8/manifest",
+        "16/from-00000008",
+    ]  # fmt: skip
+    assert isinstance(route.steps[0], MergedStep)
+    assert route.num_bytes == 20 + 4 * 9 + 30
+
+
+def test_a_bad_merged_patch_gives_way_to_its_parts(memory_board: Board) -> None:
+    run = run_of(memory_board, [9] * 8)
+    merge_all(run, 8)
+    avoid = {keys.merged_step(0, 8)}
+    assert shape(plan_route(run, 0, 8, avoid=frozenset(avoid))) == [
+        "4/from-00000000", "8/from-00000004"
+    ]  # fmt: skip
+    avoid.add(keys.merged_step(4, 8))
+    assert shape(plan_route(run, 0, 8, avoid=frozenset(avoid)))[1:] == [
+        "5/manifest", "6/manifest", "7/manifest", "8/manifest"
+    ]  # fmt: skip
+    avoid.add(keys.patch_step(6))
+    with pytest.raises(NoRouteError, match="the merged patch from 4 to 8 is known to be bad"):
+        plan_route(run, 0, 8, avoid=frozenset(avoid))
+
+
+def test_a_merged_patch_leads_over_a_version_whose_patch_is_bad(memory_board: Board) -> None:
+    run = run_of(memory_board, [9] * 8)
+    put_merged(run, 4, 8, 20)
+    avoid = frozenset({keys.patch_step(6)})
+    assert shape(plan_route(run, 3, 8, avoid=avoid)) == ["4/manifest", "8/from-00000004"]
+
+
+@pytest.mark.parametrize("damage", ["torn", "elsewhere", "other run"])
+def test_a_damaged_record_of_a_merged_patch_is_passed_over(
+    memory_board: Board, damage: str
+) -> None:
+    run = run_of(memory_board, [9] * 4)
+    record = put_merged(run, 0, 4)
+    damaged = {
+        "torn": b"\0" * 40,
+        "elsewhere": dataclasses.replace(record, digest_after="f" * 32).to_json_bytes(),
+        "other run": dataclasses.replace(record, run="other").to_json_bytes(),
+    }
+    memory_board.store.put(keys.merged("math", 0, 4), damaged[damage], mode="overwrite")
+    reader = memory_board.open_run("math")
+    with pytest.raises(CorruptRecordError, match="from-00000000"):
+        reader.merged(0, 4)
+    assert len(plan_route(reader, 0, 4).steps) == 4
+
+
+def test_an_anchor_may_be_left_by_a_merged_patch(memory_board: Board) -> None:
+    run = run_of(memory_board, [VIEW_BYTES + 1] * 12)
+    add_anchor(run, 4)
+    put_merged(run, 4, 8, VIEW_BYTES)
+    assert shape(plan_route(run, 0, 9)) == ["4/anchor", "8/from-00000004", "9/manifest"]
 
 
 @given(
-    patches=st.lists(sizes | st.none(), min_size=1, max_size=8),
-    anchors=st.dictionaries(st.integers(0, 8), sizes, max_size=4),
-    have=st.none() | st.integers(0, 8),
-    want=st.integers(0, 8),
+    newest=st.integers(1, 20),
+    patches=st.lists(st.integers(1, 200), min_size=20, max_size=20),
+    shares=st.dictionaries(st.sampled_from(list(spans.spans(20))), st.floats(0.05, 1.0)),
+    anchor=st.none() | st.tuples(st.integers(0, 20), st.integers(1, 900)),
+    avoid=st.sets(st.integers(1, 20), max_size=2),
+    data=st.data(),
 )
-def test_the_cheapest_route_is_as_cheap_as_an_exhaustive_search_finds(
-    patches: list[int | None], anchors: dict[int, int], have: int | None, want: int
+@settings(max_examples=150, deadline=None)
+def test_the_route_is_as_cheap_as_an_exhaustive_search_finds(
+    newest: int,
+    patches: list[int],
+    shares: dict[tuple[int, int], float],
+    anchor: tuple[int, int] | None,
+    avoid: set[int],
+    data: st.DataObject,
 ) -> None:
-    steps: list[Step] = [AnchorStep(anchor_record(v, n)) for v, n in anchors.items()]
-    run = FAKE_RUN
-    for version, num_bytes in enumerate(patches, 1):
-        if num_bytes is not None:
-            blob = BlobRef(name="w.patch", num_bytes=num_bytes, blake3="ab" * 32)
-            steps.append(PatchStep(manifest(run, version, (blob,))))
-    route = cheapest(steps, have, want)
-
-    def cost_to(version: int) -> float:
-        if version == have:
-            return 0.0
-        costs = [float("inf")]
-        costs += [step.num_bytes for step in steps
-                  if isinstance(step, AnchorStep) and step.to_version == version]  # fmt: skip
-        costs += [step.num_bytes + cost_to(version - 1) for step in steps
-                  if isinstance(step, PatchStep) and step.to_version == version]  # fmt: skip
-        return min(costs)
-
-    expected = cost_to(want)
-    if route is None:
+    run = run_of(Board(memory_store(secrets.token_hex(8)), patience=NO_WAITS), patches[:newest])
+    bad = {keys.patch_step(version) for version in avoid}
+    edges = {
+        (version - 1, version): patches[version - 1]
+        for version in range(1, newest + 1)
+        if version not in avoid
+    }
+    for start, stop in sorted(shares, key=lambda span: span[1] - span[0]):
+        if stop > newest:
+            continue
+        replaced = _cheapest(edges, start, stop)
+        whole = replaced if replaced < float("inf") else sum(patches[start:stop])
+        num_bytes = max(1, int(whole * shares[start, stop]))
+        edges[start, stop] = num_bytes
+        put_merged(run, start, stop, num_bytes)
+    want = data.draw(st.integers(0, newest), label="want")
+    have = data.draw(st.none() | st.integers(0, newest), label="have")
+    costs = [] if have is None or have > want else [_cheapest(edges, have, want)]
+    if anchor is not None and anchor[0] <= newest:
+        add_anchor(run, *anchor)
+        costs += [anchor[1] + _cheapest(edges, anchor[0], want)] if anchor[0] <= want else []
+    expected = 0 if have == want else min(costs, default=float("inf"))
+    try:
+        route = plan_route(run, have, want, avoid=frozenset(bad))
+    except NoRouteError:
         assert expected == float("inf")
-    else:
-        assert route.num_bytes == expected
-        assert all(b.from_version == a.to_version for a, b in pairwise(route.steps))
-        assert not route.steps or route.steps[0].from_version in (have, None)
-        assert not route.steps or route.steps[-1].to_version == want
+        return
+    if have is not None and costs[:1] and costs[0] <= VIEW_BYTES:
+        expected = 0 if have == want else costs[0]  # no anchor is looked for
+    assert route.num_bytes == expected
+    assert all(b.from_version == a.to_version for a, b in pairwise(route.steps))
+    assert not route.steps or route.steps[0].from_version in (have, None)
+    assert not route.steps or route.steps[-1].to_version == want
 
 
-class _FakeRun:
-    name = "math"
-
-    class record:
-        schema_digest = SCHEMA.digest
-
-
-FAKE_RUN: Run = _FakeRun()  # type: ignore[assignment]
+def _cheapest(edges: dict[tuple[int, int], int], have: int, want: int) -> float:
+    best: dict[int, float] = {have: 0.0}
+    for place in range(have + 1, want + 1):
+        costs = (
+            best[start] + num_bytes
+            for (start, stop), num_bytes in edges.items()
+            if stop == place and start in best
+        )
+        best[place] = min(costs, default=float("inf"))
+    return best[want] if want >= have else float("inf")

@@ -3,12 +3,13 @@
 from stitch.board.board import Board, open_board
 from stitch.board.creation import Patience, probe_create_if_absent
 from stitch.board.log import Run
-from stitch.board.routes import AnchorStep, PatchStep, Route, Step, plan_route
+from stitch.board.routes import AnchorStep, MergedStep, PatchStep, Route, Step, plan_route
 from stitch.board.store import ObjectInfo, ObjectStore, PutMode
 
 __all__ = [
     "AnchorStep",
     "Board",
+    "MergedStep",
     "ObjectInfo",
     "ObjectStore",
     "PatchStep",

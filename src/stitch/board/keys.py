@@ -12,9 +12,12 @@ from typing import Literal
 from stitch.errors import UsageError
 from stitch.types import BLOB_NAME, RUN_NAME, check_run_name, check_version
 
-Kind = Literal["run", "schema", "manifest", "anchor", "blob", "head", "heartbeat", "epoch", "other"]
+Kind = Literal[
+    "run", "schema", "manifest", "merged", "anchor", "blob", "head", "heartbeat", "epoch", "other"
+]
 
 _EIGHT_DIGITS = re.compile(r"[0-9]{8}", re.ASCII)
+_MERGED_RECORD = re.compile(r"from-([0-9]{8})\.json", re.ASCII)
 
 PROBE_FOLDER = ".stitch-probe"
 TEMPORARY_FOLDER = ".stitch-tmp"
@@ -29,6 +32,12 @@ def number(version: int) -> str:
 def parse_number(segment: str) -> int | None:
     """The version or epoch that `segment` spells, or None for a stray name."""
     return int(segment) if _EIGHT_DIGITS.fullmatch(segment) else None
+
+
+def parse_merged(name: str) -> int | None:
+    """The version that the merged patch with the record `name` starts from, or None."""
+    found = _MERGED_RECORD.fullmatch(name)
+    return int(found.group(1)) if found else None
 
 
 def segment(name: str, what: str) -> str:
@@ -75,6 +84,16 @@ def anchor(run: str, version: int) -> str:
     return f"{version_folder(run, version)}/anchor.json"
 
 
+def merged(run: str, start: int, version: int) -> str:
+    """The record of the merged patch from version `start` to `version`."""
+    return f"{version_folder(run, version)}/from-{number(start)}.json"
+
+
+def merged_blob_name(start: int, attempt: str, part: int) -> str:
+    """Name of a part of a merged patch, among the blobs of the version that it leads to."""
+    return f"from-{number(start)}-{attempt}-{part}.patch"
+
+
 def blob(run: str, version: int, name: str) -> str:
     """Key of a patch part or an anchor file. Names ending in .json belong to records."""
     if segment(name, "blob name").endswith(".json") and not name.startswith("anchor-"):
@@ -104,6 +123,11 @@ def patch_step(version: int) -> str:
     return f"v/{number(version)}/manifest.json"
 
 
+def merged_step(start: int, version: int) -> str:
+    """How routes and their `avoid` sets name the merged patch from `start` to `version`."""
+    return f"v/{number(version)}/from-{number(start)}.json"
+
+
 def anchor_step(version: int) -> str:
     """How routes and their `avoid` sets name the anchor at `version`."""
     return f"v/{number(version)}/anchor.json"
@@ -127,6 +151,8 @@ def kind_of(key: str) -> Kind:
             return "manifest"
         case [_, "v", _, "anchor.json"]:
             return "anchor"
+        case [_, "v", _, name] if _MERGED_RECORD.fullmatch(name):
+            return "merged"
         case [_, "v", _, _] | [_, "assets", _, _]:
             return "blob"
     return "other"

@@ -12,10 +12,11 @@ from stitch.board import anchors, blobs, heartbeats, keys
 from stitch.board.anchors import Progress
 from stitch.board.heads import Heads
 from stitch.board.manifests import Manifests
+from stitch.board.merged import MergedPatches
 from stitch.board.schemas import read_schema
 from stitch.errors import BaseMismatchError, SchemaMismatchError, UsageError, VersionNotFoundError
 from stitch.failpoints import reach
-from stitch.records import AnchorRecord, BlobRef, Heartbeat, Manifest, RunRecord
+from stitch.records import AnchorRecord, BlobRef, Heartbeat, Manifest, MergedPatch, RunRecord
 from stitch.types import Schema, VersionRef
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Run:
         self._patience = board.patience
         self._heads = Heads(board.store, record.run)
         self._manifests = Manifests(board.store, record.run, self._heads, board.patience)
+        self._merged = MergedPatches(board.store, record, self.digest, board.patience)
         self._schema: Schema | None = None
         self._schema_lock = threading.Lock()
         self._durable_version = 0
@@ -120,10 +122,27 @@ class Run:
         """Hint at the newest version; best effort, never a StoreError."""
         self._heads.write(version)
 
+    # --- merged patches --------------------------------------------------------------------
+
+    def merged(self, start: int, version: int) -> MergedPatch | None:
+        """The merged patch from `start` to `version` (cached); None if there is none.
+
+        CorruptRecordError if it is damaged, or leads between other digests than the versions have.
+        """
+        return self._merged.get(start, version)
+
+    def forget_merged(self, start: int, version: int) -> None:
+        """Look at the board again when this merged patch is asked for next; it may be gone."""
+        self._merged.forget(start, version)
+
+    def commit_merged(self, merged: MergedPatch) -> MergedPatch:
+        """Create a merged patch's record after its blobs; returns the one that is in force."""
+        return self._merged.create(merged)
+
     # --- blobs -----------------------------------------------------------------------------
 
     def put_blob(self, version: int, name: str, data: bytes) -> BlobRef:
-        """Store one patch file of a version to come, durably.
+        """Store one patch file of a version to come, or of a merged patch to a version, durably.
 
         `name` must be unique to this attempt to publish. PublishConflictError if it is taken by
         other content.

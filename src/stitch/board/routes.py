@@ -1,24 +1,22 @@
 """Planning how to get from one version to another: the cheapest route in bytes.
 
-A route is a path over edges (from version, to version, bytes). Patches are edges from v - 1 to v,
-anchors are edges from nothing at all.
+A route is a row of steps: patches lead from v - 1 to v, merged patches over a span of versions, and
+anchors from nothing at all to their version.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from stitch.board import keys
+from stitch.board import keys, spans
 from stitch.errors import (
     CorruptRecordError,
     NoRouteError,
     UnsupportedFormatError,
     VersionNotFoundError,
 )
-from stitch.records import AnchorRecord, Manifest
+from stitch.records import AnchorRecord, Manifest, MergedPatch
 from stitch.types import check_version
 
 if TYPE_CHECKING:
@@ -29,24 +27,48 @@ if TYPE_CHECKING:
 class PatchStep:
     """Apply a patch to the version before it."""
 
-    manifest: Manifest
+    record: Manifest
 
     @property
     def from_version(self) -> int:
-        return self.manifest.base_version
+        return self.record.base_version
 
     @property
     def to_version(self) -> int:
-        return self.manifest.version
+        return self.record.version
 
     @property
     def num_bytes(self) -> int:
-        return self.manifest.num_bytes
+        return self.record.num_bytes
 
     @property
     def key(self) -> str:
         """What to put into `avoid` if this step turns out bad."""
         return keys.patch_step(self.to_version)
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """Apply a merged patch to the version that it starts from."""
+
+    record: MergedPatch
+
+    @property
+    def from_version(self) -> int:
+        return self.record.base_version
+
+    @property
+    def to_version(self) -> int:
+        return self.record.version
+
+    @property
+    def num_bytes(self) -> int:
+        return self.record.num_bytes
+
+    @property
+    def key(self) -> str:
+        """What to put into `avoid` if this step turns out bad."""
+        return keys.merged_step(self.from_version, self.to_version)
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,7 @@ class AnchorStep:
         return keys.anchor_step(self.to_version)
 
 
-Step: TypeAlias = PatchStep | AnchorStep
+Step: TypeAlias = PatchStep | MergedStep | AnchorStep
 
 
 @dataclass(frozen=True)
@@ -92,116 +114,97 @@ def plan_route(
 ) -> Route:
     """The cheapest route from version `have` (None: nothing usable) to `want`.
 
-    `avoid` holds the `key` of steps that turned out bad; `v/00000003` alone means both the patch
-    and the anchor of version 3. NoRouteError says what is missing. While the patches are smaller
-    than the weights, no anchor can be cheaper and none is looked for.
+    `avoid` holds the `key` of steps that turned out bad; `v/00000003` alone means all steps that
+    lead to version 3. NoRouteError says what is missing. Where merged patches exist, a route over k
+    versions has O(log k) steps and is found in as many requests. While the patches are smaller than
+    the weights, no anchor can be cheaper and none is looked for.
     """
     check_version(want, "wanted version")
     if have == want:
         return Route(())
-    trip = _Trip(run, have, want, avoid)
-    direct = trip.direct(max_bytes=run.record.num_bytes)
+    trip = _Trip(run, want, avoid)
+    ahead = have is not None and have < want
+    direct = trip.over_patches(have, run.record.num_bytes) if ahead and have is not None else None
     if direct is not None:
         return direct
-    route = cheapest(trip.steps(), have, want)
-    if route is None:
-        raise NoRouteError(trip.explanation())
-    return route
-
-
-def cheapest(steps: Iterable[Step], have: int | None, want: int) -> Route | None:
-    """The route of fewest bytes over `steps`, then of fewest steps; None if there is none."""
-    if have == want:
-        return Route(())
-    leaving: dict[int | None, list[Step]] = {}
-    for step in steps:
-        leaving.setdefault(step.from_version, []).append(step)
-    best: dict[int | None, tuple[int, int]] = {}
-    came_by: dict[int, Step] = {}
-    queue: list[tuple[int, int, int]] = []
-
-    def reach_from(place: int | None, cost: int, num_steps: int) -> None:
-        for step in leaving.get(place, []):
-            reached = (cost + step.num_bytes, num_steps + 1)
-            if step.to_version not in best or reached < best[step.to_version]:
-                best[step.to_version] = reached
-                came_by[step.to_version] = step
-                heapq.heappush(queue, (*reached, step.to_version))
-
-    if have is not None:
-        best[have] = (0, 0)
-        reach_from(have, 0, 0)
-    reach_from(None, 0, 0)
-    while queue:
-        cost, num_steps, version = heapq.heappop(queue)
-        if version == want:
-            return Route(_walk_back(came_by, have, want))
-        if (cost, num_steps) == best[version]:
-            reach_from(version, cost, num_steps)
-    return None
-
-
-def _walk_back(came_by: dict[int, Step], have: int | None, want: int) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    place: int | None = want
-    while place is not None and place != have:
-        steps.append(came_by[place])
-        place = steps[-1].from_version
-    return tuple(reversed(steps))
+    best = trip.over_anchors()
+    if ahead and have is not None:
+        direct = trip.over_patches(have, float("inf") if best is None else best.num_bytes)
+        if direct is not None:
+            return direct
+    if best is None:
+        raise NoRouteError(trip.explanation(have))
+    return best
 
 
 class _Trip:
-    """Collects the steps between two versions, and remembers what stood in the way."""
+    """Looks for steps that lead to one version, and remembers what stood in the way."""
 
-    def __init__(self, run: Run, have: int | None, want: int, avoid: frozenset[str]) -> None:
+    def __init__(self, run: Run, want: int, avoid: frozenset[str]) -> None:
         self._run = run
-        self._have = have
         self._want = want
         self._avoid = avoid
         self._obstacles: dict[str, None] = {}
+        self._onward: dict[int, Step | None] = {}
 
-    def direct(self, max_bytes: int) -> Route | None:
-        """Patches all the way, if they exist and need at most `max_bytes`."""
-        if self._have is None or self._have > self._want:
-            return None
+    def over_patches(self, have: int, max_bytes: float) -> Route | None:
+        """Patches and merged patches all the way, if they need at most `max_bytes`.
+
+        The longest span each time: spans are nested or apart, and a merged patch is no larger than
+        what it stands for, so this is the cheapest way, and a way if there is one.
+        """
         steps: list[Step] = []
-        num_bytes = 0
-        for version in range(self._want, self._have, -1):
-            step = self._patch(version)
+        place, num_bytes = have, 0
+        while place < self._want:
+            step = self._longest(place)
             if step is None:
                 return None
             steps.append(step)
+            place = step.to_version
             num_bytes += step.num_bytes
             if num_bytes > max_bytes:
                 return None
-        return Route(tuple(reversed(steps)))
+        return Route(tuple(steps))
 
-    def steps(self) -> list[Step]:
-        """Patches and anchors worth considering, found by walking back from `want`.
+    def over_anchors(self) -> Route | None:
+        """The cheapest route that begins with an anchor, if there is one.
 
-        The walk ends where no patch leads on, or where the patches walked over cost more than
-        the best route found on the way.
+        Anchors are tried from the newest down, until the patches after one alone cost more than the
+        best route so far.
         """
-        anchors = {version for version in self._run.anchors() if version <= self._want}
-        ahead = self._have is not None and self._have < self._want
-        bottom = self._have if ahead else min(anchors, default=None)
-        if bottom is None:
-            return []
-        steps: list[Step] = []
-        patched_bytes = 0
-        best_bytes: float = float("inf")
-        for version in range(self._want, bottom - 1, -1):
-            if version in anchors:
-                anchor = self._anchor(version)
-                if anchor is not None:
-                    steps.append(anchor)
-                    best_bytes = min(best_bytes, patched_bytes + anchor.num_bytes)
-            patch = self._patch(version) if version > bottom else None
-            if patch is None or patched_bytes >= best_bytes:
+        best: Route | None = None
+        for version in sorted(self._run.anchors(), reverse=True):
+            if version > self._want:
+                continue
+            limit = float("inf") if best is None else best.num_bytes
+            after = self.over_patches(version, limit)
+            if after is None and best is not None:
                 break
-            steps.append(patch)
-            patched_bytes += patch.num_bytes
-        return steps
+            anchor = self._anchor(version) if after is not None else None
+            if after is None or anchor is None:
+                continue
+            route = Route((anchor, *after.steps))
+            if best is None or route.num_bytes < best.num_bytes:
+                best = route
+        return best
+
+    def _longest(self, place: int) -> Step | None:
+        if place not in self._onward:
+            ways = (self._merged(place, end) for end in spans.ends(place, self._want))
+            merged = next((way for way in ways if way is not None), None)
+            self._onward[place] = merged or self._patch(place + 1)
+        return self._onward[place]
+
+    def _merged(self, start: int, version: int) -> MergedStep | None:
+        if self._avoids(version, keys.merged_step(start, version)):
+            self._note(f"the merged patch from {start} to {version} is known to be bad")
+            return None
+        try:
+            record = self._run.merged(start, version)
+        except (VersionNotFoundError, CorruptRecordError, UnsupportedFormatError) as error:
+            self._note(str(error))
+            return None
+        return None if record is None else MergedStep(record)
 
     def _patch(self, version: int) -> PatchStep | None:
         if self._avoids(version, keys.patch_step(version)):
@@ -230,12 +233,12 @@ class _Trip:
     def _avoids(self, version: int, key: str) -> bool:
         return key in self._avoid or f"v/{keys.number(version)}" in self._avoid
 
-    def explanation(self) -> str:
-        start = "nothing" if self._have is None else f"version {self._have}"
+    def explanation(self, have: int | None) -> str:
+        start = "nothing" if have is None else f"version {have}"
         reasons = "; ".join(self._obstacles) or "it has no anchor at or below it"
         advice = (
             f"load the run's base ({self._run.record.base}) and start from version 0"
-            if self._have is None
+            if have is None
             else "an anchor of a later version would help"
         )
         return (

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stitch.board import AnchorStep, PatchStep, Route, Run, plan_route
+from stitch.board import AnchorStep, MergedStep, Route, Run, Step, plan_route
 from stitch.codec import UpdateSet
 from stitch.errors import (
     BaseMismatchError,
@@ -131,11 +131,11 @@ class Advance:
         self, route: Route, index: int, pool: ThreadPoolExecutor
     ) -> Future[list[bytes]] | None:
         step = route.steps[index] if index < len(route.steps) else None
-        if not isinstance(step, PatchStep):
+        if step is None or isinstance(step, AnchorStep):
             return None
-        return pool.submit(fetch_parts, self._run, step.manifest)
+        return pool.submit(fetch_parts, self._run, step.record)
 
-    def _take(self, step: PatchStep | AnchorStep, parts: Future[list[bytes]] | None) -> bool:
+    def _take(self, step: Step, parts: Future[list[bytes]] | None) -> bool:
         """Move over one step, fetching it a second time if it is bad; False: it stays bad."""
         fault: StitchError | None = None
         for attempt in (1, 2):
@@ -151,12 +151,14 @@ class Advance:
                 fault = error
         self._avoid.add(step.key)
         self._last_fault = fault
+        if isinstance(step, MergedStep):
+            self._run.forget_merged(step.from_version, step.to_version)
         return False
 
-    def _move(self, step: PatchStep | AnchorStep, parts: list[bytes] | None) -> UpdateSet:
+    def _move(self, step: Step, parts: list[bytes] | None) -> UpdateSet:
         if isinstance(step, AnchorStep):
             return self._mirror.jump(self._run, step.record, self._scratch)
-        return self._mirror.step(self._run, step.manifest, parts, threads=self._threads)
+        return self._mirror.step(self._run, step.record, parts, threads=self._threads)
 
     def _add(self, update: UpdateSet) -> None:
         self._updates.append(update)

@@ -10,14 +10,14 @@ from pathlib import Path
 from stitch.board import Run
 from stitch.errors import CorruptBlobError, StoreError
 from stitch.failpoints import reach
-from stitch.records import AnchorRecord, Manifest
+from stitch.records import AnchorRecord, Manifest, MergedPatch
 from stitch.tensors import WeightReader, open_checkpoint
 from stitch.tensors.reader import Progress
 
 
-def fetch_parts(run: Run, manifest: Manifest) -> list[bytes]:
-    """All patch files of one version, checked against the manifest's sizes and BLAKE3."""
-    parts = [run.read_blob(manifest.version, blob) for blob in manifest.blobs]
+def fetch_parts(run: Run, patch: Manifest | MergedPatch) -> list[bytes]:
+    """All files of one patch, checked against the sizes and BLAKE3 that its record states."""
+    parts = [run.read_blob(patch.version, blob) for blob in patch.blobs]
     reach("replica.fetched")
     return parts
 

@@ -11,7 +11,7 @@ from stitch.codec import DigestState, UpdateSet, decode_parts, diff_update
 from stitch.errors import BaseMismatchError, CorruptBlobError, UsageError
 from stitch.mirror.advance import Advance
 from stitch.mirror.fetch import fetch_parts, fetched_anchor
-from stitch.records import AnchorRecord, Manifest
+from stitch.records import AnchorRecord, Manifest, MergedPatch
 from stitch.tensors import HostWeights, WeightReader
 from stitch.tensors.reader import Progress
 from stitch.types import Schema, VersionRef
@@ -112,31 +112,31 @@ class Mirror:
     def step(
         self,
         run: Run,
-        manifest: Manifest,
+        patch: Manifest | MergedPatch,
         parts: Sequence[bytes] | None = None,
         *,
         threads: int | None = None,
     ) -> UpdateSet:
-        """Move to the next version: fetch its patch (unless given), decode, prove, apply in place.
+        """Move over one patch, merged or not: fetch it (unless given), decode, prove, apply.
 
         Returns what changed. Whatever is raised (BaseMismatchError, CorruptPatchError,
         CorruptBlobError, a store's errors), the mirror is as it was.
         """
-        self._check_start(run, manifest)
+        self._check_start(run, patch)
         if parts is None:
-            parts = fetch_parts(run, manifest)
+            parts = fetch_parts(run, patch)
         update, digests = decode_parts(
-            parts, self.weights, self._digests, digest_after=manifest.digest_after, threads=threads
+            parts, self.weights, self._digests, digest_after=patch.digest_after, threads=threads
         )
-        self._apply(update, digests, VersionRef(run.name, manifest.version))
+        self._apply(update, digests, VersionRef(run.name, patch.version))
         return update
 
-    def _check_start(self, run: Run, manifest: Manifest) -> None:
-        base = VersionRef(run.name, manifest.base_version)
-        if self.ref != base or self._digest != manifest.digest_before:
+    def _check_start(self, run: Run, patch: Manifest | MergedPatch) -> None:
+        base = VersionRef(run.name, patch.base_version)
+        if self.ref != base or self._digest != patch.digest_before:
             raise BaseMismatchError(
-                f"version {manifest.version} of run {run.name!r} starts from {base} with digest "
-                f"{manifest.digest_before}; the mirror holds {self.ref} with digest "
+                f"the patch to version {patch.version} of run {run.name!r} starts from {base} with "
+                f"digest {patch.digest_before}; the mirror holds {self.ref} with digest "
                 f"{self._digest}; advance it to {base} first"
             )
 
