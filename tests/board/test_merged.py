@@ -33,6 +33,7 @@ def test_spans_are_nested_or_apart_and_found_from_their_start() -> None:
         assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
     by_start = {(start, end) for start in range(70) for end in spans.ends(start, 70)}
     assert by_start == set(all_spans)
+    assert {(start, end) for end in range(71) for start in spans.starts(end)} == set(all_spans)
     assert all(spans.is_span(*span) for span in all_spans)
     others = ((0, 2), (2, 6), (4, 12), (0, 12), (4, 4), (8, 4))
     assert not any(spans.is_span(*span) for span in others)

@@ -12,7 +12,7 @@ from stitch.board import anchors, blobs, heartbeats, keys
 from stitch.board.anchors import Progress
 from stitch.board.heads import Heads
 from stitch.board.manifests import Manifests
-from stitch.board.merged import MergedPatches
+from stitch.board.merged import MergedPatches, list_merged
 from stitch.board.schemas import read_schema
 from stitch.errors import BaseMismatchError, SchemaMismatchError, UsageError, VersionNotFoundError
 from stitch.failpoints import reach
@@ -131,6 +131,10 @@ class Run:
         """
         return self._merged.get(start, version)
 
+    def merged_spans(self) -> list[tuple[int, int]]:
+        """(from, to) of all merged patches, by listing: one that is missing here may exist."""
+        return list_merged(self._store, self.name)
+
     def forget_merged(self, start: int, version: int) -> None:
         """Look at the board again when this merged patch is asked for next; it may be gone."""
         self._merged.forget(start, version)
@@ -156,6 +160,10 @@ class Run:
         """The blob's bytes, proven by size and BLAKE3; CorruptBlobError names the key."""
         key = keys.blob(self.name, version, ref.name)
         return blobs.read_blob(self._store, key, ref, self._patience)
+
+    def delete_unnamed_blob(self, version: int, ref: BlobRef) -> None:
+        """Delete a blob that the caller wrote and that no record names, nor will."""
+        self._store.delete(keys.blob(self.name, version, ref.name))
 
     def put_asset(self, name: str, data: bytes) -> BlobRef:
         """Store a small file; only those named in the run's record belong to its checkpoints."""

@@ -116,3 +116,15 @@ class MergedPatches:
             merged = self._parse(found, key, start, version)
         self._remember(merged)
         return merged
+
+
+def list_merged(store: ObjectStore, run: str) -> list[spans.Span]:
+    """(from, to) of all records of merged patches, ascending; stray names are ignored."""
+    found = []
+    for info in store.list_objects(keys.versions_folder(run)):
+        match info.key.split("/"):
+            case [_, "v", folder, name]:
+                start, stop = keys.parse_merged(name), keys.parse_number(folder)
+                if start is not None and stop is not None and spans.is_span(start, stop):
+                    found.append((start, stop))
+    return sorted(found)

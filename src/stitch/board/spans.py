@@ -33,6 +33,14 @@ def ends(start: int, limit: int) -> Iterator[int]:
         longest //= 2
 
 
+def starts(stop: int) -> Iterator[int]:
+    """The versions that a merged patch to `stop` may start from, nearest first."""
+    length = MIN_SPAN
+    while stop and not stop % length:
+        yield stop - length
+        length *= 2
+
+
 def spans(newest: int) -> Iterator[Span]:
     """All spans among versions 0 to `newest`, shorter ones first, by start."""
     length = MIN_SPAN

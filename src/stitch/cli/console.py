@@ -44,16 +44,23 @@ class Console:
             self.result({"error": {"type": kind, "message": message}}, "")
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Progress | None]:
-        """A bar on stderr for the work inside, if somebody is watching; else None."""
+    def progress(self, what: str, *, counts: bool = False) -> Iterator[Progress | None]:
+        """A bar on stderr for the work inside, in bytes or in `counts`, if somebody is watching."""
         if self.as_json or not sys.stderr.isatty():
             yield None
             return
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        amount = MofNCompleteColumn() if counts else DownloadColumn()
+        columns = (TextColumn("{task.description}"), BarColumn(), amount)
         with Bar(
             *columns, TimeRemainingColumn(), console=RichConsole(stderr=True), transient=True
         ) as bar:

@@ -37,6 +37,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "verify": ("verify", "prove that a checkpoint or replicas hold a version"),
     "checkout": ("checkout", "write a version as a plain Hugging Face checkpoint"),
     "anchor": ("anchor", "store a version whole on the board"),
+    "compact": ("compact", "merge patches for replicas that are far behind"),
 }
 """Verb -> (module under stitch.cli, summary)."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stitch.cli import exits, text
 from stitch.cli.context import Context, parse_version
+from stitch.errors import UsageError
 
 if TYPE_CHECKING:
     from stitch.board import Run
@@ -26,6 +27,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     version = parse_version(args.version, run)
     record = _base(run) if version == 0 else _version(run, version)
     anchor = run.anchor(version)
+    record["merged"] = merged_to(run, version)
     record["anchor"] = None if anchor is None else json.loads(anchor.to_json_bytes())
     context.console.result(record, _lines(record))
     return exits.OK
@@ -39,6 +41,22 @@ def _version(run: Run, version: int) -> dict[str, object]:
     record["bits_per_changed_element"] = manifest.stats.bits_per_changed_element
     record["share_of_view"] = manifest.num_bytes / max(1, run.record.num_bytes)
     return record
+
+
+def merged_to(run: Run, version: int) -> list[dict[str, object]]:
+    """The merged patches that lead to a version; one that cannot be read is listed with why."""
+    from stitch.board import spans
+
+    found: list[dict[str, object]] = []
+    for start in spans.starts(version):
+        try:
+            merged = run.merged(start, version)
+        except UsageError as error:
+            found.append({"from": start, "error": str(error)})
+            continue
+        if merged is not None:
+            found.append({"from": start, "bytes": merged.num_bytes, "writer": merged.writer})
+    return found
 
 
 def _base(run: Run) -> dict[str, object]:
@@ -59,6 +77,10 @@ def _lines(record: dict[str, object]) -> list[str]:
         if isinstance(rows, list) and rows:
             cells = [[row["name"], row["num_bytes"], row["blake3"]] for row in rows]
             lines += ["", *text.table([name, "bytes", "blake3"], cells)]
+    merged = record.get("merged")
+    if isinstance(merged, list) and merged:
+        cells = [[row["from"], row.get("bytes"), row.get("error", "")] for row in merged]
+        lines += ["", *text.table(["merged from", "bytes", ""], cells)]
     return lines
 
 

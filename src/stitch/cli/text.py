@@ -29,9 +29,9 @@ def utc(unix_s: float) -> str:
     return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str = "") -> str:
     """`1 tensor`, `2 tensors`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -61,6 +61,12 @@ class Mirror:
         mirror.ref = VersionRef(run.name, anchor.version)
         return mirror
 
+    def copy(self) -> Mirror:
+        """Another mirror at the same version, with weights of its own."""
+        return Mirror(
+            weights=HostWeights.load(self.weights), digests=self._digests.copy(), ref=self.ref
+        )
+
     @property
     def schema(self) -> Schema:
         return self.weights.schema
