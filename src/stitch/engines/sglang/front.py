@@ -8,6 +8,7 @@ our back.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from stitch.engines.group.ending import end_engine
 from stitch.engines.group.engine import GroupTraits
 from stitch.engines.group.front import log_to_stderr, start_front
 from stitch.engines.sglang import SOCKETS_ENV
+from stitch.engines.sglang.stamping import ROUTES, noting, stamping
 from stitch.engines.sglang.workers import SglangWorkers
 from stitch.errors import StitchError, UsageError
 
@@ -84,12 +86,10 @@ def check_setup(value_of: Callable[[str], Any]) -> None:
 
 def control_routes(routes: Iterable[Any]) -> frozenset[str]:
     """Paths that are closed: of the routes that SGLang itself counts as control, and CLOSED."""
-    from sglang.srt.utils.auth import AuthLevel
-
     found = {
         path
         for path, endpoint in _endpoints(routes)
-        if getattr(endpoint, "_auth_level", AuthLevel.NORMAL) is not AuthLevel.NORMAL
+        if getattr(endpoint, "_auth_level", "normal") != "normal"  # an enumeration of texts
     }
     return frozenset(found - HARMLESS_ADMIN) | CLOSED
 
@@ -115,6 +115,7 @@ class Front:
 
     def stand_before(self, app: Any, manager: Any) -> None:
         """Take requests first, and learn before SGLang takes any."""
+        manager.generate_request = noting(manager.generate_request)
         build, lifespan = app.build_middleware_stack, app.router.lifespan_context
         app.build_middleware_stack = lambda: self.before(build())
 
@@ -128,6 +129,7 @@ class Front:
 
     def before(self, inner: Asgi) -> Asgi:
         """The application with us before it."""
+        json = importlib.import_module("orjson")  # SGLang's own; answers may have megabytes
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -139,6 +141,8 @@ class Front:
                 message = f"weights and caches are changed through {wire.PREFIX} only"
                 error = {"error": {"type": "Forbidden", "message": message, "code": 403}}
                 return await send_json(send, 403, error)
+            if path in ROUTES and scope["method"] == "POST":
+                send = stamping(scope, send, json.loads, json.dumps)
             await inner(scope, receive, send)
 
         return answer
@@ -160,6 +164,7 @@ class Front:
         directory = Path(manager.config_value("model_path"))
         traits = GroupTraits(
             engine="sglang",
+            stamps_versions=True,
             salt_field="extra_key",
             blocked_routes=(*PASS_BY, *sorted(self._closed)),
         )

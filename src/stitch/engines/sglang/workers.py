@@ -68,7 +68,7 @@ class SglangWorkers:
         asked = [self._exchange(link, message) for link in self._links]
         try:
             answers = await asyncio.gather(*asked)
-        except (OSError, EOFError, ValueError) as error:
+        except Exception as error:  # whatever broke: a rank's answer may still be on its way
             raise WorkersLostError(f"call {number} ({method}) broke off: {error!r:.500}") from error
         return own_answers(answers, number=number, method=method, world=len(self._links))
 
