@@ -1,8 +1,9 @@
 """The board: an append-only log of immutable versions in an object store."""
 
 from stitch.board.board import Board, open_board
-from stitch.board.creation import Patience, probe_create_if_absent
+from stitch.board.creation import Patience
 from stitch.board.log import Run
+from stitch.board.probe import probe_create_if_absent
 from stitch.board.routes import AnchorStep, MergedStep, PatchStep, Route, Step, plan_route
 from stitch.board.store import ObjectInfo, ObjectStore, PutMode
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from blake3 import blake3
@@ -9,6 +11,7 @@ from blake3 import blake3
 from stitch.board.creation import Patience
 from stitch.board.store import ObjectStore
 from stitch.board.store_errors import ObjectTooLargeError
+from stitch.board.transfer import PIECE_BYTES, read_ahead
 from stitch.errors import CorruptBlobError, PublishConflictError
 from stitch.records import BlobRef
 
@@ -20,11 +23,13 @@ def put_blob(
 ) -> BlobRef:
     """Create the blob `key` from memory or a file, visible and durable when this returns.
 
+    Nobody else may be writing this key: its name is the attempt's, or its content's.
+
     A key that already holds the same content counts as written (the reply may have been lost);
     PublishConflictError if it holds anything else.
     """
     ref = ref_of(name, source)
-    if not store.put(key, source, mode="create"):
+    if not store.put(key, source, mode="unique"):
         try:
             check_blob(store, key, ref, patience)
         except CorruptBlobError as error:
@@ -51,32 +56,58 @@ def read_blob(store: ObjectStore, key: str, ref: BlobRef, patience: Patience) ->
 
     A blob that a record names exists, so one that cannot be seen is waited for, within bounds.
     """
-    for _ in patience.tries():
-        try:
-            data = store.get(key, max_bytes=ref.num_bytes)
-        except ObjectTooLargeError as error:
-            raise CorruptBlobError(str(error)) from None
-        if data is not None:
-            check_size(key, len(data), ref)
-            check_hash(key, blake3(data).hexdigest(), ref)
-            return data
-    raise missing(key)
+    with closing(open_blob(store, key, ref, patience)) as pieces:
+        return b"".join(checked(key, ref, pieces))
 
 
 def check_blob(store: ObjectStore, key: str, ref: BlobRef, patience: Patience) -> None:
     """CorruptBlobError unless the stored blob is the one in `ref`. Reads it, in pieces."""
+    with closing(open_blob(store, key, ref, patience)) as pieces:
+        for _ in checked(key, ref, pieces):
+            pass
+
+
+def open_blob(
+    store: ObjectStore, key: str, ref: BlobRef, patience: Patience, start: int = 0
+) -> Generator[bytes]:
+    """The blob's bytes from `start` on, in pieces that are fetched ahead in parallel.
+
+    CorruptBlobError if it has another size than `ref` says, or stays absent.
+    """
     for _ in patience.tries():
-        chunks = store.stream(key)
-        if chunks is not None:
-            hasher = blake3()
-            num_bytes = 0
-            for chunk in chunks:
-                hasher.update(chunk)
-                num_bytes += len(chunk)
-            check_size(key, num_bytes, ref)
-            check_hash(key, hasher.hexdigest(), ref)
-            return
+        pieces = _pieces(store, key, ref, start)
+        if pieces is not None:
+            return pieces
     raise missing(key)
+
+
+def _pieces(store: ObjectStore, key: str, ref: BlobRef, start: int) -> Generator[bytes] | None:
+    if ref.num_bytes > PIECE_BYTES:
+        info = store.head(key)
+        if info is None:
+            return None
+        check_size(key, info.num_bytes, ref)
+        return read_ahead(
+            lambda begin, size: store.get_range(key, begin, size), start, ref.num_bytes, key
+        )
+    try:
+        data = store.get(key, max_bytes=ref.num_bytes)
+    except ObjectTooLargeError as error:
+        raise CorruptBlobError(str(error)) from None
+    if data is None:
+        return None
+    check_size(key, len(data), ref)
+    return (piece for piece in (data[start:],))
+
+
+def checked(key: str, ref: BlobRef, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Pass the pieces of a whole blob on, and raise CorruptBlobError at their end if they are not
+    what `ref` names."""
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+        yield piece
+    check_hash(key, hasher.hexdigest(), ref)
 
 
 def require_blob(store: ObjectStore, key: str, ref: BlobRef, patience: Patience) -> None:

@@ -6,18 +6,19 @@ import difflib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from stitch.board import blobs, keys
+from stitch.board.addresses import parse_address
+from stitch.board.cloud import cloud_store
 from stitch.board.creation import (
     MAX_RECORD_BYTES,
     Patience,
     create_record,
-    probe_create_if_absent,
 )
 from stitch.board.directory import open_directory
 from stitch.board.epochs import Epochs
 from stitch.board.log import Run
+from stitch.board.probe import probe_create_if_absent
 from stitch.board.schemas import pack_schema
 from stitch.board.store import ObjectStore, memory_store
 from stitch.errors import CorruptRecordError, RunExistsError, RunNotFoundError, UsageError
@@ -114,7 +115,7 @@ class Board:
         """Once per board: StoreUnsuitableError unless the store keeps create-if-absent."""
         with self._check_lock:
             if not self._checked:
-                probe_create_if_absent(self.store)
+                probe_create_if_absent(self.store, self.patience)
                 self._checked = True
 
     def sweep_temporaries(self, older_than_s: float = 3600.0) -> int:
@@ -130,25 +131,20 @@ def _who_made(data: bytes, key: str) -> str:
 def open_board(
     where: str | Path, *, create: bool = True, patience: Patience | None = None
 ) -> Board:
-    """Open the board at a directory, a `file://` address or `memory://NAME`.
+    """Open the board at an address: a directory, `file://`, `memory://NAME`, `s3://`, `gs://` or
+    `az://` (see `stitch.board.addresses` for their forms and options).
 
     A missing directory is made if `create` is set, else StoreUnsuitableError. Boards of one
-    memory name share their content within the process.
+    memory name share their content within the process. Clouds are not asked anything yet.
     """
-    address = str(where)
-    if not address.strip():
-        raise UsageError("a board needs a place: a directory, file:///PATH or memory://NAME")
-    if isinstance(where, Path) or "://" not in address:
-        return _directory_board(Path(where), create, patience)
-    parts = urlsplit(address)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return _directory_board(Path(unquote(parts.path)), create, patience)
-    if parts.scheme == "memory":
-        return Board(memory_store(parts.netloc + parts.path), patience=patience)
-    raise UsageError(
-        f"a board at {parts.scheme}:// is not supported: give a directory, file:///PATH "
-        "or memory://NAME"
-    )
+    if isinstance(where, Path):
+        return _directory_board(where, create, patience)
+    address = parse_address(where)
+    if address.scheme == "file":
+        return _directory_board(Path(address.bucket), create, patience)
+    if address.scheme == "memory":
+        return Board(memory_store(address.bucket), patience=patience)
+    return Board(cloud_store(address), patience=patience)
 
 
 def _directory_board(root: Path, create: bool, patience: Patience | None) -> Board:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stitch.board.keys import PROBE_FOLDER
 from stitch.board.store import ObjectStore
-from stitch.errors import StoreError, StoreFullError, StoreUnsuitableError
+from stitch.errors import StoreError, StoreFullError
 
 log = logging.getLogger("stitch.board")
 
@@ -60,26 +58,3 @@ def create_record(store: ObjectStore, key: str, data: bytes, patience: Patience)
             log.warning("event=create_retried key=%s error=%s", key, error)
             problem = error
     raise StoreError(f"whether {key} was created is not known: {problem}") from problem
-
-
-def probe_create_if_absent(store: ObjectStore) -> None:
-    """Raise StoreUnsuitableError unless `store` refuses a second create of one key.
-
-    Everything rests on that; some stores ignore the condition and overwrite.
-    """
-    key = f"{PROBE_FOLDER}/{secrets.token_hex(16)}"
-    try:
-        first = store.put(key, b"first", mode="create")
-        second = store.put(key, b"second", mode="create")
-        found = store.get(key, max_bytes=64)
-    finally:
-        try:
-            store.delete(key)
-        except StoreError as error:
-            log.warning("event=probe_left_behind key=%s error=%s", key, error)
-    if not first or second or found != b"first":
-        raise StoreUnsuitableError(
-            f"the store at {store.url} does not keep create-if-absent: of two creates of {key} it "
-            f"accepted {first + second} and kept {found!r}, wanted the first one alone; "
-            "two publishers could overwrite each other there"
-        )

@@ -24,15 +24,9 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore
 
 from stitch.board.keys import TEMPORARY_FOLDER, kind_of
-from stitch.board.store import (
-    UPLOAD_CHUNK_BYTES,
-    UPLOAD_CONCURRENCY,
-    ObjectInfo,
-    ObstoreStore,
-    PutMode,
-    operation,
-)
+from stitch.board.store import ObjectInfo, ObstoreStore, PutMode, operation
 from stitch.board.store_errors import store_error, translated
+from stitch.board.uploads import UPLOAD_CHUNK_BYTES, UPLOAD_CONCURRENCY
 from stitch.errors import StoreError, StoreUnsuitableError
 from stitch.failpoints import reach
 
@@ -60,6 +54,12 @@ class DirectoryStore(ObstoreStore):
 
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         found = super().get(key, max_bytes=max_bytes)
+        if found is None:
+            self._check_root()
+        return found
+
+    def _piece(self, key: str, start: int, num_bytes: int) -> tuple[bytes, int] | None:
+        found = super()._piece(key, start, num_bytes)
         if found is None:
             self._check_root()
         return found

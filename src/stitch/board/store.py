@@ -15,18 +15,23 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore
 from obstore.store import ObjectStore as Backend
 
-from stitch.board.store_errors import ObjectTooLargeError, translated
+from stitch.board.store_errors import (
+    ObjectTooLargeError,
+    check_absence,
+    http_status,
+    translated,
+)
+from stitch.board.transfer import PIECE_BYTES, read_ahead
+from stitch.board.uploads import UPLOAD_CHUNK_BYTES, check_upload, upload_in_parts
 from stitch.errors import StoreUnsuitableError
 
-PutMode = Literal["create", "overwrite"]
+PutMode = Literal["create", "overwrite", "unique"]
 
-STREAM_CHUNK_BYTES = 4 * 2**20
-UPLOAD_CHUNK_BYTES = 8 * 2**20
-UPLOAD_CONCURRENCY = 4
+STREAM_CHUNK_BYTES = PIECE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +72,15 @@ class ObjectStore(Protocol):
         ...
 
     def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
-        """Write the object whole or not at all, from memory or by streaming a file.
+        """Write the object whole or not at all, from memory or from a file.
+
+        "create" is decided by the store: of racing writers one wins. "unique" is for keys that
+        nobody else writes; large objects then go up in parallel parts, and only a key that was
+        taken before is sure to be noticed. "overwrite" replaces what is there.
 
         True: it is visible to every reader from now on and as durable as the store makes things.
-        False: the mode is "create" and the key was taken; what holds it is visible and durable.
-        After StoreError it may be there or not.
+        False: the mode is not "overwrite" and the key was taken; what holds it is visible and
+        durable. After StoreError it may be there or not.
         """
         ...
 
@@ -129,7 +138,8 @@ class ObstoreStore:
         with operation("read", key):
             try:
                 found = obstore.get(self._backend, key)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                check_absence(error, "read", key)
                 return None
             if found.meta["size"] > max_bytes:
                 raise ObjectTooLargeError(
@@ -138,51 +148,68 @@ class ObstoreStore:
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
-        info = self.head(key)
-        if info is None:
-            return None
-        stop = min(start + num_bytes, info.num_bytes)
-        if start >= stop:
-            return b""
+        found = self._piece(key, start, num_bytes)
+        return None if found is None else found[0]
+
+    def _piece(self, key: str, start: int, num_bytes: int) -> tuple[bytes, int] | None:
+        """Bytes from `start` on, and the object's size; one request but at or past its end."""
         with operation("read", key):
             try:
-                return bytes(obstore.get_range(self._backend, key, start=start, end=stop))
-            except FileNotFoundError:
+                if num_bytes <= 0:
+                    return self._past_end(key)
+                found = obstore.get(
+                    self._backend, key, options={"range": (start, start + num_bytes)}
+                )
+                return bytes(found.bytes()), found.meta["size"]
+            except FileNotFoundError as error:
+                check_absence(error, "read", key)
                 return None
+            except BaseError as error:
+                # No byte of the object is in the range: stores answer that with an error.
+                if http_status(error) not in (None, 416):
+                    raise
+                info = self.head(key)
+                if info is not None and start < info.num_bytes:
+                    raise
+                return None if info is None else (b"", info.num_bytes)
+
+    def _past_end(self, key: str) -> tuple[bytes, int] | None:
+        info = self.head(key)
+        return None if info is None else (b"", info.num_bytes)
 
     def stream(self, key: str) -> Iterator[bytes] | None:
-        with operation("read", key):
-            try:
-                found = obstore.get(self._backend, key)
-            except FileNotFoundError:
-                return None
-            return self._chunks(key, found)
+        first = self._piece(key, 0, STREAM_CHUNK_BYTES)
+        return None if first is None else self._rest(key, *first)
 
-    def _chunks(self, key: str, found: obstore.GetResult) -> Iterator[bytes]:
-        with operation("read", key):
-            for chunk in found.stream(min_chunk_size=STREAM_CHUNK_BYTES):
-                for start in range(0, len(chunk), STREAM_CHUNK_BYTES):
-                    yield bytes(chunk[start : start + STREAM_CHUNK_BYTES])
+    def _rest(self, key: str, first: bytes, num_bytes: int) -> Iterator[bytes]:
+        if first:
+            yield first
+        if len(first) < num_bytes:
+            yield from read_ahead(
+                lambda start, size: self.get_range(key, start, size), len(first), num_bytes, key
+            )
 
     def head(self, key: str) -> ObjectInfo | None:
         with operation("look up", key):
             try:
                 meta = obstore.head(self._backend, key)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                check_absence(error, "look up", key)
                 return None
             return ObjectInfo(key=key, num_bytes=meta["size"])
 
     def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
         with operation("write", key):
+            if mode != "create" and _size(source) > UPLOAD_CHUNK_BYTES:
+                if mode == "unique" and self.head(key) is not None:
+                    return False
+                upload_in_parts(self._backend, key, source)
+                check_upload(self, key, source)
+                return True
+            once: Literal["create", "overwrite"] = "overwrite" if mode == "overwrite" else "create"
             try:
-                obstore.put(
-                    self._backend,
-                    key,
-                    source,
-                    mode=mode,
-                    chunk_size=UPLOAD_CHUNK_BYTES,
-                    max_concurrency=UPLOAD_CONCURRENCY,
-                )
+                # One request, which the store decides on.
+                obstore.put(self._backend, key, source, mode=once, use_multipart=False)
             except AlreadyExistsError:
                 return False
             return True
@@ -204,6 +231,10 @@ class ObstoreStore:
                 obstore.delete(self._backend, key)
             except FileNotFoundError:
                 return
+
+
+def _size(source: bytes | Path) -> int:
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
 _memory_stores: dict[str, ObstoreStore] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stitch.board.creation import probe_create_if_absent
+from stitch.board.probe import probe_create_if_absent
 from stitch.board.store import STREAM_CHUNK_BYTES, ObjectStore
 from stitch.board.store_errors import ObjectTooLargeError
 from stitch.errors import StoreError
