@@ -1,13 +1,15 @@
 """Faults in ranks that a file switches on: `RANK FAULT`, removed when it strikes.
 
 `raise`: the rank fails half-way through writing. `kill`: its process ends there. `garble`: its
-answer to the commit is lost. The file is named by FAULT_ENV; this folder is on PYTHONPATH.
+answer to the commit is lost. `wait`: it writes only when the file comes back. The file is named by
+FAULT_ENV; this folder is on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ def with_faults(rank: int, method: str, weights: Any, call: Callable[[], Answer]
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "raise":
         _fail_half_way(weights._stage.staged)
+    while fault == "wait" and not Path(os.environ[FAULT_ENV]).exists():
+        time.sleep(0.01)  # nothing else joins this process to the test
     answer = call()
     return {**answer, "call": answer["call"] - 1} if fault == "garble" else answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,6 +77,27 @@ class WithFaults:
         await client.commit("b")
         await client.roll_back(BASE)
         assert (await client.verify()).digest == digest_of(shared.weights)
+        await client.close()
+
+    async def test_health_survives_a_pause_and_requests_wait_for_its_end(
+        self, shared: Faulty
+    ) -> None:
+        server, client = shared.server, await shared.staged()
+        old = server.tokens(PROMPTS[0])
+        shared.fault.write_text("1 wait")
+        commit = asyncio.create_task(client.commit("a"))
+        while shared.fault.exists():  # noqa: ASYNC110 - until the rank, a process, has seen it
+            await asyncio.sleep(0.01)
+        assert (await client.describe()).state == "committing"
+        request = asyncio.create_task(asyncio.to_thread(server.tokens, PROMPTS[0]))
+        assert await asyncio.to_thread(server.health) == 200
+        shared.fault.write_text("go on")
+        await commit
+        assert await request != old
+        assert (await client.describe()).state == "ready"
+        await client.roll_back(BASE)
+        assert await asyncio.to_thread(server.tokens, PROMPTS[0]) == old
+        shared.fault.unlink()
         await client.close()
 
     async def test_bad_stages_change_nothing(self, shared: Faulty) -> None:

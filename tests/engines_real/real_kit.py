@@ -130,6 +130,11 @@ class RealEngine:
                 self.process.kill()
         self.process.wait()
 
+    def health(self) -> int:
+        """What a probe with a short patience sees."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            return int(answer.status)
+
     def client(self) -> ControlClient:
         return ControlClient(self.url, self.token, schema=self.last.schema, timeout_s=120)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ from stitch.engines.group.front import log_to_stderr, start_front
 from stitch.engines.sglang import SOCKETS_ENV
 from stitch.engines.sglang.stamping import ROUTES, noting, stamping
 from stitch.engines.sglang.workers import SglangWorkers
-from stitch.errors import StitchError, UsageError
+from stitch.errors import UsageError
+
+_log = logging.getLogger(__name__)
 
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -71,10 +74,20 @@ def run_with_control(
     from sglang.srt.entrypoints.http_server import app
 
     log_to_stderr()
-    check_setup(manager.config_value)
+    check_setup(_option)
     front = Front(os.environ.get(wire.TOKEN_ENV, ""), control_routes(app.routes))
     front.stand_before(app, manager)
     run(server_args, manager, *args, **kwargs)
+
+
+def _option(name: str) -> Any:
+    """The value in effect; None for an option that this SGLang does not have."""
+    from sglang.srt.runtime_context import get_context
+
+    try:
+        return get_context().config_leaf(name)
+    except ValueError:
+        return None
 
 
 def check_setup(value_of: Callable[[str], Any]) -> None:
@@ -151,15 +164,16 @@ class Front:
         """Learn where every tensor lives; what fails ends the engine."""
         try:
             await self._learn(manager)
-        except StitchError as error:
-            end_engine(str(error))
+        except Exception as error:  # SGLang would end orderly, as if all were well
+            _log.exception("event=no_start")
+            end_engine(f"the weights could not be learned: {error!r}")
 
     async def _learn(self, manager: Any) -> None:
         from sglang.srt.managers import io_struct
 
         manager.auto_create_handle_loop()
         workers = await SglangWorkers.connected(
-            manager, io_struct, Path(os.environ[SOCKETS_ENV]), manager.config_value("tp_size")
+            manager, io_struct, Path(os.environ[SOCKETS_ENV]), _option("tp_size")
         )
         directory = Path(manager.config_value("model_path"))
         traits = GroupTraits(
