@@ -74,7 +74,7 @@ def test_options_under_which_weights_cannot_be_followed_are_refused() -> None:
         "enable_lora": True,
         "cpu_offload_gb": 3,
         "weight_cache_mode": "daemon",
-        "hicache_storage_backend": "file",
+        "enable_hierarchical_cache": True,
     }.items():
         with pytest.raises(UsageError, match=r"LoRA|--" + name.replace("_", "-")):
             check_setup(options(**{name: value}))
