@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -79,8 +79,9 @@ class ControlClient:
     async def discard(self) -> None:
         await self._call("DELETE", "stage")
 
-    async def verify(self) -> VerifyReport:
-        return _read(wire.report_from_json, await self._call("POST", "verify"))
+    async def verify(self, names: Sequence[str] | None = None) -> VerifyReport:
+        body = None if names is None else {"tensors": list(names)}
+        return _read(wire.report_from_json, await self._call("POST", "verify", body))
 
     async def close(self) -> None:
         if self._session is not None:

@@ -102,7 +102,7 @@ class _Routes:
         return web.json_response(await self._verbs.roll_back(await _body(request)))
 
     async def verify(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._verbs.verify())
+        return web.json_response(await self._verbs.verify(await _body(request, optional=True)))
 
 
 async def _part(request: web.Request) -> bytes:
@@ -115,5 +115,6 @@ async def _part(request: web.Request) -> bytes:
     return bytes(data)
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
-    return wire.object_from(await request.read(), request.path)
+async def _body(request: web.Request, *, optional: bool = False) -> dict[str, Any]:
+    data = await request.read()
+    return wire.object_from(data or b"{}" if optional else data, request.path)

@@ -113,8 +113,9 @@ class ControlVerbs:
         await self._to_the_end(self._engine.roll_back(wire.ref_from_json(body, "roll_back")))
         return DONE
 
-    async def verify(self) -> Body:
-        return wire.report_to_json(await self._to_the_end(self._engine.verify()))
+    async def verify(self, body: Body) -> Body:
+        names = wire.names_field(body, "tensors")
+        return wire.report_to_json(await self._to_the_end(self._engine.verify(names)))
 
     def _opened(self, stage_id: str) -> _OpenStage:
         if self._open is None or self._open.stage_id != stage_id:

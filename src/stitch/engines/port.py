@@ -7,7 +7,7 @@ written and read back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -57,7 +57,10 @@ class CommitReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """Digests recomputed from the weights the engine really holds (32 hex digits each)."""
+    """Digests recomputed from the weights the engine really holds (32 hex digits each).
+
+    `digest` is empty when only some tensors were asked for.
+    """
 
     ref: VersionRef | None
     digest: str
@@ -112,8 +115,11 @@ class Engine(Protocol):
         """Drop the stage, if any."""
         ...
 
-    async def verify(self) -> VerifyReport:
-        """Recompute the digests from the live weights while serving goes on."""
+    async def verify(self, names: Sequence[str] | None = None) -> VerifyReport:
+        """Recompute the digests from the live weights while serving goes on.
+
+        names: only of these tensors; SchemaMismatchError if there is none of a name.
+        """
         ...
 
     async def close(self) -> None:

@@ -42,6 +42,16 @@ def count_field(body: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def names_field(body: Mapping[str, Any], key: str) -> list[str] | None:
+    """A list of names; None if there is none."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(isinstance(it, str) for it in value):
+        raise UsageError(f"{key!r} must be a list of one or more names, got {value!r:.200}")
+    return value
+
+
 def object_from(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object, or UsageError."""
     try:

@@ -22,6 +22,7 @@ from stitch.replica.hosts import EngineHost
 from stitch.replica.proxy import Proxy
 from stitch.replica.reconciler import Reconciler
 from stitch.replica.replica_metrics import ReplicaMetrics
+from stitch.replica.rotation import Rotation
 from stitch.replica.routes import RouteKind, RouteTable
 from stitch.replica.state import ReplicaStatus
 from stitch.replica.watchdog import Watchdog
@@ -150,10 +151,18 @@ class ReplicaApp:
             down_budget_s=self.config.engine_down_budget_s,
             on_changed=self.reconciler.ask_reprove,
         )
+        rotation = Rotation(
+            self.status,
+            committer,
+            self.metrics,
+            run.schema,
+            interval_s=self.config.proof_interval_s,
+        )
         try:
             await first_failure(
                 self._host.watch(),
                 self._watchdog.watch(),
+                rotation.prove_forever(),
                 self.reconciler.run_forever(run, committer),
             )
         finally:

@@ -17,7 +17,7 @@ from stitch.replica.state import ReplicaStatus
 from stitch.types import ReplicaState, VersionRef
 
 if TYPE_CHECKING:
-    from stitch.codec import UpdateSet
+    from stitch.codec import DigestState, UpdateSet
 
 log = logging.getLogger("stitch.replica.committer")
 
@@ -43,13 +43,17 @@ class Committer:
         self, engine: Engine, status: ReplicaStatus, gate: Gate, *, resolve_budget_s: float
     ) -> None:
         self.engine = engine
+        self.holds: DigestState | None = None
+        """The digests of what the engine serves, once that is proven."""
         self.lock = asyncio.Lock()
         self._status = status
         self._gate = gate
         self._resolve_budget_s = resolve_budget_s
 
-    async def apply(self, base: VersionRef, target: VersionRef, update: UpdateSet) -> Committed:
-        """Bring the engine from `base` to `target`.
+    async def apply(
+        self, base: VersionRef, target: VersionRef, update: UpdateSet, digests: DigestState
+    ) -> Committed:
+        """Bring the engine from `base` to `target`, which has `digests`.
 
         Raises EngineError or EngineUnreachableError when it still serves `base`, and
         FatalReplicaError when what it serves cannot be found out.
@@ -68,6 +72,7 @@ class Committer:
                 receipt = await self._commit(stage_id, base, target)
                 failpoints.reach("replica.committed")
                 self._status.run, self._status.applied = target.run, target.version
+                self.holds = digests
                 self._status.in_doubt = None
             return Committed(receipt=receipt, stage_s=staged_s - started_s)
 

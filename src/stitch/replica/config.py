@@ -70,6 +70,9 @@ class ReplicaConfig:
         120.0, help="time to find out whether a commit with a lost reply happened"
     )
     watchdog_interval_s: float = setting(2.0, help="seconds between looks at the engine")
+    proof_interval_s: float = setting(
+        5.0, help="least seconds between background proofs of some live tensors; 0: none"
+    )
     max_backoff_s: float = setting(30.0, help="longest wait between attempts after a fault")
     scratch: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
         None, help="directory for anchors on their way (default: the system's)"
@@ -91,6 +94,8 @@ class ReplicaConfig:
             raise UsageError("engine 'attach' needs engine_url and engine_token (the environment)")
         if self.engine == "attach" and self.engine_args:
             raise UsageError("an engine that runs already takes no arguments")
+        if self.proof_interval_s < 0:
+            raise UsageError(f"proof_interval_s must not be negative, got {self.proof_interval_s}")
         for name in ("poll_interval_s", "heartbeat_interval_s", "watchdog_interval_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, got {getattr(self, name)}")

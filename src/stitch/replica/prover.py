@@ -127,6 +127,7 @@ class Prover:
             ref = await self._worker.run(_identify, run, mirror)
         await self._engine.bind(ref, mirror.digest)
         self._status.run, self._status.applied = run.name, ref.version
+        self._committer.holds = mirror.digests
         self._status.in_doubt = None
         return mirror
 
@@ -175,7 +176,8 @@ class Prover:
         label = VersionRef(f"unproven-{mirror.digest[:16]}", 0)
         await self._engine.bind(label, mirror.digest)
         update: UpdateSet = await self._worker.run(mirror.jump, run, anchor, self._scratch)
-        await self._committer.apply(label, VersionRef(run.name, anchor.version), update)
+        target = VersionRef(run.name, anchor.version)
+        await self._committer.apply(label, target, update, mirror.digests)
 
 
 def _identify(run: Run, mirror: Mirror) -> VersionRef:

@@ -173,7 +173,7 @@ class Reconciler:
             fetch_s = time.monotonic() - started_s
             if mirror.ref is not None and mirror.ref != here:
                 try:
-                    done = await committer.apply(here, mirror.ref, update)
+                    done = await committer.apply(here, mirror.ref, update, mirror.digests)
                 except FatalError:
                     raise
                 except StitchError as error:

@@ -32,6 +32,12 @@ class ReplicaMetrics:
             "stitch_publish_to_served_seconds", "From a version's publication to its first use."
         )
         self.polls = Counter("stitch_polls_total", "Looks at the board by outcome.", ("outcome",))
+        self.proven_tensors = Counter(
+            "stitch_proven_tensors_total", "Live tensors proven in the background."
+        )
+        self.proof_rounds = Counter(
+            "stitch_proof_rounds_total", "Times that all live tensors were proven so."
+        )
         started_s = time.time()
         self._registry = Registry()
         self._registry.add(
@@ -56,6 +62,8 @@ class ReplicaMetrics:
             self.bytes_fetched,
             self.publish_to_served_s,
             self.polls,
+            self.proven_tensors,
+            self.proof_rounds,
         )
 
     def text(self) -> str:

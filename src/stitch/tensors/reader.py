@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -55,6 +55,24 @@ class DeviceReader(WeightReader, Protocol):
         ...
 
 
+class Subset:
+    """A WeightReader of some of another one's tensors; SchemaMismatchError for unknown ones."""
+
+    def __init__(self, reader: WeightReader, names: Iterable[str]) -> None:
+        wanted = set(names)
+        if unknown := sorted(wanted - set(reader.schema.index)):
+            raise SchemaMismatchError(f"no tensors are named {unknown[:5]}")
+        self._reader = reader
+        self._schema = Schema.of(spec for spec in reader.schema.tensors if spec.name in wanted)
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    def read(self, name: str, start: int, stop: int) -> Words:
+        return self._reader.read(name, start, stop)
+
+
 def word_dtype(spec: TensorSpec) -> np.dtype[np.unsignedinteger[Any]]:
     """The numpy dtype of a tensor's storage words."""
     return WORD_DTYPES[spec.word_bytes]
@@ -75,6 +93,20 @@ def spans(spec: TensorSpec, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[in
     step = max(1, chunk_bytes // spec.word_bytes)
     for start in range(0, spec.num_words, step):
         yield start, min(start + step, spec.num_words)
+
+
+def batches_of_names(schema: Schema, limit_bytes: int = 64 << 20) -> Iterator[list[str]]:
+    """All names, in lists of tensors of about `limit_bytes`, at least one."""
+    names: list[str] = []
+    room = limit_bytes
+    for spec in schema.tensors:
+        if names and spec.num_bytes > room:
+            yield names
+            names, room = [], limit_bytes
+        names.append(spec.name)
+        room -= spec.num_bytes
+    if names:
+        yield names
 
 
 def read_all(reader: WeightReader, name: str) -> Words:

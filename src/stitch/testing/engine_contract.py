@@ -21,7 +21,7 @@ import pytest
 
 from stitch.codec import DigestState, TensorUpdate, UpdateSet
 from stitch.engines.port import CommitReceipt, Engine
-from stitch.errors import BaseMismatchError, EngineError
+from stitch.errors import BaseMismatchError, EngineError, SchemaMismatchError
 from stitch.tensors import HostWeights
 from stitch.types import VersionRef
 
@@ -310,6 +310,17 @@ class EngineContract:
             await anext(events)
             await _holds(subject, BASE)
             assert len([event async for event in events]) > 0
+
+    async def test_some_tensors_can_be_verified_alone(self, subject: Subject) -> None:
+        await _bind(subject)
+        state, schema = DigestState.of(subject.weights), subject.weights.schema
+        wanted = [schema.tensors[-1].name, schema.tensors[0].name]
+        report = await subject.engine.verify(wanted)
+        assert (report.ref, report.digest) == (BASE, "")
+        assert report.tensors == {n: state.tensor_digest(schema.index[n]) for n in wanted}
+        with pytest.raises(SchemaMismatchError, match=r"no\.such"):
+            await subject.engine.verify(["no.such"])
+        await _holds(subject, BASE)
 
     async def test_a_plain_answer_carries_versions_in_body_and_headers(
         self, subject: Subject

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from stitch.engines.embedded.loop import DecodeLoop, exit_loudly
 from stitch.engines.embedded.weights import Change, LiveWeights
 from stitch.engines.port import CommitReceipt, EngineDescription, EngineState, VerifyReport
 from stitch.errors import EngineError, StitchError
+from stitch.tensors.reader import Subset, WeightReader
 from stitch.types import VersionRef
 
 NAME = "embedded"
@@ -65,7 +66,7 @@ class EmbeddedEngine:
 
     async def bind(self, ref: VersionRef, digest: str) -> None:
         async with self._order:
-            state = await self._digests()
+            state = await self._digests(self._weights)
             found = state.version_digest()
             rules.check_bind(found, ref, digest)
             await self._on_decode_thread(lambda: self._label(ref))
@@ -111,14 +112,15 @@ class EmbeddedEngine:
         async with self._order:
             self._staged = None
 
-    async def verify(self) -> VerifyReport:
+    async def verify(self, names: Sequence[str] | None = None) -> VerifyReport:
+        reader = self._weights if names is None else Subset(self._weights, names)
         async with self._order:
             start = time.perf_counter()
-            state = await self._digests()
-            specs = self._weights.schema.tensors
+            state = await self._digests(reader)
+            specs = reader.schema.tensors
             return VerifyReport(
                 ref=self._loop.ref,
-                digest=state.version_digest(),
+                digest=state.version_digest() if names is None else "",
                 tensors={spec.name: state.tensor_digest(i) for i, spec in enumerate(specs)},
                 seconds_s=time.perf_counter() - start,
             )
@@ -126,8 +128,8 @@ class EmbeddedEngine:
     async def close(self) -> None:
         return None
 
-    async def _digests(self) -> DigestState:
-        return await asyncio.to_thread(DigestState.of, self._weights, threads=self._threads)
+    async def _digests(self, reader: WeightReader) -> DigestState:
+        return await asyncio.to_thread(DigestState.of, reader, threads=self._threads)
 
     async def _on_decode_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.wrap_future(self._loop.call(work))

@@ -134,7 +134,7 @@ async def _route(verbs: ControlVerbs, method: str, path: str, receive: Receive) 
         case "/describe":
             return await verbs.describe()
         case "/verify":
-            return await verbs.verify()
+            return await verbs.verify(await _body(receive, path, optional=True))
         case "/bind":
             return await verbs.bind(await _body(receive, path))
         case "/commit":
@@ -148,8 +148,9 @@ def _demand(method: str, wanted: str) -> None:
         raise _NoRouteHereError(405, "Method Not Allowed")
 
 
-async def _body(receive: Receive, path: str) -> Body:
-    return wire.object_from(await _read(receive, MAX_BODY_BYTES), path)
+async def _body(receive: Receive, path: str, *, optional: bool = False) -> Body:
+    data = await _read(receive, MAX_BODY_BYTES)
+    return wire.object_from(data or b"{}" if optional else data, path)
 
 
 async def _read(receive: Receive, limit_bytes: int) -> bytes:

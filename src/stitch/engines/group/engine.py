@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ from stitch.errors import (
     StitchError,
     UsageError,
 )
+from stitch.tensors.reader import batches_of_names, spec_for
 from stitch.types import Schema, VersionRef
 
 _log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class GroupEngine:
     async def bind(self, ref: VersionRef, digest: str) -> None:
         async with self._order:
             self._check_provable()
-            found = (await self._sure(self._measure())).version_digest()
+            found = (await self._sure(self._measure(self._schema))).version_digest()
             rules.check_bind(found, ref, digest)
             await self._drop()
             self._ref = ref
@@ -174,15 +175,18 @@ class GroupEngine:
                 self._staged = None
                 await self._sure(self._everywhere("discard"))
 
-    async def verify(self) -> VerifyReport:
+    async def verify(self, names: Sequence[str] | None = None) -> VerifyReport:
+        schema = self._schema
+        wanted = schema if names is None else Schema.of(spec_for(schema, n, 0, 0) for n in {*names})
         async with self._order:
             start = time.perf_counter()
-            state = await self._sure(self._measure())
+            state = await self._sure(self._measure(wanted))
             return VerifyReport(
                 ref=self._ref,
-                digest=state.version_digest(),
+                digest=state.version_digest() if names is None else "",
                 tensors={
-                    spec.name: state.tensor_digest(i) for i, spec in enumerate(self._schema.tensors)
+                    spec.name: state.tensor_digest(schema.index[spec.name])
+                    for spec in wanted.tensors
                 },
                 seconds_s=time.perf_counter() - start,
             )
@@ -202,10 +206,10 @@ class GroupEngine:
                 f"engine, {name} among them: {why}"
             )
 
-    async def _measure(self) -> DigestState:
-        """The digest of what the ranks hold, a few tensors at a time."""
+    async def _measure(self, wanted: Schema) -> DigestState:
+        """The lanes of the wanted tensors as the ranks hold them, a few tensors at a time."""
         total = DigestState(self._schema, np.zeros((len(self._schema), 2), np.uint64))
-        for names in batches_of_names(self._schema):
+        for names in batches_of_names(wanted):
             answers = await self._workers.call("lanes", names)
             total = total.plus(self._agreement.combine(answers, names).lanes)
         return total
@@ -271,17 +275,3 @@ class GroupEngine:
     def _end(self, reason: str) -> None:
         self._state = "failed"
         self._workers.exit(reason)
-
-
-def batches_of_names(schema: Schema, limit_bytes: int = 64 << 20) -> Iterator[list[str]]:
-    """All names in lists of about `limit_bytes`: between two of them, a step is not held up."""
-    names: list[str] = []
-    room = limit_bytes
-    for spec in schema.tensors:
-        if names and spec.num_bytes > room:
-            yield names
-            names, room = [], limit_bytes
-        names.append(spec.name)
-        room -= spec.num_bytes
-    if names:
-        yield names
