@@ -21,7 +21,7 @@ from codec_cases import changed, mixed_schema, random_weights, same_bits
 from stitch.codec import Bucket, DigestState, PatchEncoder, decode_parts, read_header
 from stitch.codec.encodings import ENCODINGS, DecodedChanges, OldWords
 from stitch.codec.patch import PREAMBLE_BYTES, Entry, PatchHeader, payload_checksum, write_part
-from stitch.codec.words import Words
+from stitch.codec.words import Positions, Words
 from stitch.errors import (
     BaseMismatchError,
     CorruptPatchError,
@@ -221,12 +221,12 @@ def damaged_entry(entry: Entry, choose: Choose, schema: Schema) -> Entry:
         return replace(entry, num_changed=1 + choose(entry.bucket.num_elements))
     if kind == 3:
         shift = 8 * (choose(5) - 2)
-        moved = [replace(p, start=max(0, p.start + shift), stop=p.stop + shift) for p in pieces]
+        moved = [p._replace(start=max(0, p.start + shift), stop=p.stop + shift) for p in pieces]
         return replace(entry, bucket=Bucket(entry.bucket.dtype, tuple(moved)))
     if kind == 4:
         return replace(entry, bucket=Bucket(entry.bucket.dtype, pieces[::-1]))
     tensor = choose(len(schema))
-    moved = [replace(piece, tensor=tensor) for piece in pieces]
+    moved = [piece._replace(tensor=tensor) for piece in pieces]
     return replace(entry, bucket=Bucket(schema.tensors[tensor].dtype, tuple(moved)))
 
 
@@ -288,21 +288,32 @@ def check_payload(
     except (CorruptPatchError, UnsupportedFormatError) as error:
         refused: Exception = error
     else:
-        _check_changes(found, whole, num_changed)
+        _check_changes(found, whole, num_changed, bucket)
         return None
     assert str(refused).startswith("the bucket"), refused
     return refused
 
 
-def _check_changes(found: DecodedChanges, whole: Words, num_changed: int) -> None:
+def bucket_positions(found: DecodedChanges, bucket: Bucket) -> Positions:
+    """The positions (k,), counted along the bucket."""
+    assert found.positions is not None
+    positions, lo, offset = found.positions.copy(), 0, 0
+    for piece, hi in zip(bucket.slices, found.ends or (), strict=found.ends is not None):
+        positions[lo:hi] += offset - piece.start
+        lo, offset = hi, offset + piece.num_elements
+    return positions
+
+
+def _check_changes(found: DecodedChanges, whole: Words, num_changed: int, bucket: Bucket) -> None:
     if found.positions is None:
         assert np.array_equal(found.old, whole)
         assert int(np.count_nonzero(found.new != whole)) == num_changed
     else:
         assert found.positions.size == found.new.size == num_changed
-        assert (np.diff(found.positions) > 0).all()
-        assert found.positions[0] >= 0
-        assert found.positions[-1] < whole.size
-        assert np.array_equal(found.old, whole[found.positions])
+        positions = bucket_positions(found, bucket)
+        assert (np.diff(positions) > 0).all()
+        assert positions[0] >= 0
+        assert positions[-1] < whole.size
+        assert np.array_equal(found.old, whole[positions])
         assert (found.new != found.old).all()
     assert found.old.dtype == found.new.dtype == whole.dtype

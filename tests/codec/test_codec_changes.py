@@ -10,7 +10,6 @@ from stitch.codec import diff_update, kernels, plan_buckets, reference
 from stitch.codec.buckets import Bucket
 from stitch.codec.changes import BucketChanges, find_changes
 from stitch.codec.encodings import OldWords
-from stitch.codec.kernels import StepSlice
 from stitch.codec.ulp import Steps
 from stitch.codec.update import TensorUpdate, UpdateSet
 from stitch.codec.words import SIGNED_DTYPES, WORD_DTYPES, Positions, Words
@@ -100,16 +99,18 @@ def test_taking_steps_equals_the_reference(width: int, is_float: bool) -> None:
     for seed, count in enumerate([1, 7, 8, 9, 255, 256, 257, 5000]):
         old, positions, steps, new = steps_for(width, dtype, count, seed)
         olds, news = np.empty((2, positions.size), old.dtype)
-        pieces = [StepSlice(old, 3, 40, 0, positions.size), StepSlice(old[:0], 0, 0, 0, 0)]
-        gains, bad = kernels.take_steps(pieces, dtype, positions + 40, steps, olds, news)
-        lanes = gains[0]
+        places, moved = np.array([[40, 9, 0, 9], [0, count, old.ctypes.data, count]]), positions + 9
+        gains, ends, bad = kernels.take_steps(places, dtype, moved, steps, olds, news)
+        lanes = gains[1]
         assert bad == 0
-        assert not gains[1].any()
+        assert ends == [0, positions.size]
+        assert np.array_equal(moved, positions)
+        assert not gains[0].any()
         assert np.array_equal(olds, old[positions])
         assert np.array_equal(news, new)
         after = old.copy()
         after[positions] = new
-        assert np.array_equal(lanes, kernels.sum_words(after, 3) - kernels.sum_words(old, 3))
+        assert np.array_equal(lanes, kernels.sum_words(after) - kernels.sum_words(old))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -121,8 +122,11 @@ def test_steps_that_are_zero_or_too_wide_are_counted(width: int) -> None:
     if width == 1:
         steps[[0, 19]] = [128, -129]
         steps[[1, 18]] = [127, -128]
-    pieces = [StepSlice(old, 0, 0, 0, 12), StepSlice(old, 0, 0, 12, 20)]
-    _, bad = kernels.take_steps(pieces, dtype, np.arange(20), steps, olds, news)
+    places = np.array([[8, 12, old.ctypes.data, 20], [0, 8, old.ctypes.data, 20]])
+    positions = np.arange(20)
+    _, ends, bad = kernels.take_steps(places, dtype, positions, steps, olds, news)
+    assert ends == [12, 20]
+    assert positions.tolist() == [*range(8, 20), *range(8)]
     assert bad == (4 if width == 1 else 2)
 
 
@@ -131,17 +135,19 @@ def test_taking_steps_reads_around_the_positions_only() -> None:
     (bucket,) = plan_buckets(old.schema)
     reads = []
 
-    class Watched(HostWeights):
+    class Watched:
+        schema = old.schema
+
         def read(self, name: str, start: int, stop: int) -> Words:
             reads.append((name, start, stop))
-            return super().read(name, start, stop)
+            return old.read(name, start, stop).copy()
 
-    watched = Watched(old.schema, [old.words_at(0), old.words_at(1)])
     positions = np.array([1003, 1205, 5000, 5402])
-    decoded, bad = OldWords(bucket=bucket, weights=watched).take_steps(
+    decoded, bad = OldWords(bucket=bucket, weights=Watched()).take_steps(
         positions, np.ones(4, np.int16)
     )
     assert bad == 0
+    assert positions.tolist() == [1003, 1205, 0, 402]
     assert reads == [("a", 1000, 1208), ("b", 0, 403)]
     assert decoded.old.tolist() == [
         int(words[at])

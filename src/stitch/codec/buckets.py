@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from stitch.errors import CorruptPatchError
 from stitch.types import DTYPE_BITS, Schema
@@ -17,8 +18,7 @@ DEFAULT_BUCKET_ELEMENTS = 1 << 23
 MAX_BUCKET_ELEMENTS = 1 << 28
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Elements `start` (inclusive) to `stop` (exclusive) of the flat tensor `tensor`.
 
     `tensor` is an index into the schema; an element is a storage word.

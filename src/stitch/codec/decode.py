@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from stitch.codec.buckets import Bucket, check_bucket, check_disjoint
 from stitch.codec.changes import bounds_by_slice
@@ -21,7 +22,7 @@ from stitch.codec.patch import (
 )
 from stitch.codec.pool import ordered
 from stitch.codec.update import TensorUpdate, UpdateSet
-from stitch.codec.words import Lanes
+from stitch.codec.words import Positions
 from stitch.errors import BaseMismatchError, CorruptPatchError, SchemaMismatchError
 from stitch.tensors.reader import WeightReader
 from stitch.types import Schema
@@ -33,6 +34,10 @@ class _Job:
     encoding: Encoding
     payload: memoryview
     what: str
+
+
+_LITTLE_WORK = 1 << 18
+"""Words to look at below which threads would take longer to start than to do it."""
 
 
 def decode_parts(
@@ -63,10 +68,11 @@ def decode_parts(
     updates: list[TensorUpdate] = []
     gains = np.zeros_like(before.lanes)
 
-    for results in ordered(lambda job: _decode(job, weights), jobs, threads):
-        for update, gain in results:
-            updates.append(update)
-            gains[update.tensor] += gain
+    if sum(map(_work, jobs)) < _LITTLE_WORK:
+        threads = 1
+    for found, tensors, lanes in ordered(lambda job: _decode(job, weights), jobs, threads):
+        updates += found
+        np.add.at(gains, tensors, lanes)
     after = before.plus(gains)
     _check_after(after, ordered_parts[-1][1].digest_after, digest_after)
     return UpdateSet(sorted(updates, key=lambda update: (update.tensor, update.first))), after
@@ -113,8 +119,17 @@ def _jobs(view: memoryview, header: PatchHeader) -> Iterator[_Job]:
         yield _Job(entry=entry, encoding=encoding, payload=payload, what=what)
 
 
-def _decode(job: _Job, weights: WeightReader) -> list[tuple[TensorUpdate, Lanes]]:
-    """The updates of one bucket, and what the lanes of their tensors gain."""
+def _work(job: _Job) -> int:
+    """Words that decoding the job looks at."""
+    return (
+        job.entry.num_changed if job.encoding.reads == "changed" else job.entry.bucket.num_elements
+    )
+
+
+def _decode(
+    job: _Job, weights: WeightReader
+) -> tuple[list[TensorUpdate], list[int], npt.NDArray[np.uint64]]:
+    """The updates of one bucket; tensors (n), and what their lanes gain (n, 2)."""
     entry = job.entry
     found = payload_checksum(job.payload)
     if found != entry.checksum:
@@ -125,16 +140,15 @@ def _decode(job: _Job, weights: WeightReader) -> list[tuple[TensorUpdate, Lanes]
     decoded = job.encoding.decode(
         job.payload, num_changed=entry.num_changed, old=old, what=job.what
     )
-    updates = _whole_slices if decoded.positions is None else _listed
-    return [
-        (update, update_gain(update, weights) if gain is None else gain)
-        for update, gain in updates(entry.bucket, decoded)
-    ]
+    find = _whole_slices if decoded.positions is None else _listed
+    updates = list(find(entry.bucket, decoded))
+    if decoded.gains is not None:
+        return updates, [piece.tensor for piece in entry.bucket.slices], decoded.gains
+    gains = np.array([update_gain(update, weights) for update in updates])
+    return updates, [update.tensor for update in updates], gains
 
 
-def _whole_slices(
-    bucket: Bucket, decoded: DecodedChanges
-) -> Iterator[tuple[TensorUpdate, Lanes | None]]:
+def _whole_slices(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpdate]:
     """Slice by slice; slices without changes are left out."""
     offset = 0
     for piece in bucket.slices:
@@ -148,29 +162,36 @@ def _whole_slices(
         )
         kept = compact(whole)
         if kept is not None:
-            yield kept, None
+            yield kept
         offset = end
 
 
-def _listed(bucket: Bucket, decoded: DecodedChanges) -> Iterator[tuple[TensorUpdate, Lanes | None]]:
-    """Slice by slice; slices without changes are left out. Positions are moved in place."""
+def _listed(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpdate]:
+    """Slice by slice; slices without changes are left out."""
     assert decoded.positions is not None
-    gains = decoded.gains or (None,) * len(bucket.slices)
-    rows = decoded.bounds or bounds_by_slice(bucket, decoded.positions)
-    for piece, gain, (lo, hi, offset) in zip(bucket.slices, gains, rows, strict=True):
+    ends = decoded.ends or _move_into_tensors(bucket, decoded.positions)
+    lo = 0
+    for piece, hi in zip(bucket.slices, ends, strict=True):
         if hi > lo:
-            positions = decoded.positions[lo:hi]
-            if offset != piece.start:
-                positions += piece.start - offset
-            yield (
-                TensorUpdate(
-                    tensor=piece.tensor,
-                    positions=positions,
-                    new=decoded.new[lo:hi],
-                    old=decoded.old[lo:hi],
-                ),
-                gain,
+            yield TensorUpdate(
+                tensor=piece.tensor,
+                positions=decoded.positions[lo:hi],
+                new=decoded.new[lo:hi],
+                old=decoded.old[lo:hi],
             )
+        lo = hi
+
+
+def _move_into_tensors(bucket: Bucket, positions: Positions) -> list[int]:
+    """Where the positions of each slice end. Makes them count from their tensors' starts."""
+    ends = []
+    for piece, (lo, hi, offset) in zip(
+        bucket.slices, bounds_by_slice(bucket, positions), strict=True
+    ):
+        if offset != piece.start:
+            positions[lo:hi] += piece.start - offset
+        ends.append(hi)
+    return ends
 
 
 def _check_after(after: DigestState, stated: str | None, wanted: str | None) -> None:

@@ -63,6 +63,17 @@ def prefetch_at(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def load_byte_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """The byte at an address, which must be inside a living array."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        return builder.load(pointer, align=1)
+
+    return types.uint8(types.uint64), generate
+
+
+@intrinsic
 def load_at(typingctx, address):  # type: ignore[no-untyped-def]
     """The 64-bit word at an address, aligned or not, which must be inside a living array."""
 

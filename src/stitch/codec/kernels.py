@@ -5,9 +5,9 @@ The numpy reference of every function is in :mod:`stitch.codec.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,11 @@ ROW_WORDS = 8
 BLOCK_ROWS = 512
 """Rows that a scan searches before it lists what it found there: they stay in the cache."""
 
-SLICE_COLUMNS = 7
-"""For each slice, `take_steps` gets as int64 the address of its old words, how many whole 64-bit
-words they fill, the padded tail, the index of the first one, the shift, and bounds of positions."""
+Places = npt.NDArray[np.int64]
+PLACE = ("start", "num_elements", "address", "num_words")
+"""Columns of a slice's row in `places` (n, 4), int64: its first element in its tensor, how many it
+has, the address of the tensor's first word (which need not exist), and the words up to the tensor's
+end, or to the end of the memory that may be read, on a whole 64-bit word."""
 
 
 def warm(schema: Schema | None = None) -> None:
@@ -46,7 +48,6 @@ def warm(schema: Schema | None = None) -> None:
     for word_bytes, ordered in sorted(kinds):
         loops.scan(word_bytes)
         loops.sum_change(word_bytes)
-        loops.describe_slice(word_bytes)
         loops.take_steps(word_bytes, ordered)
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
@@ -171,45 +172,30 @@ def sum_change(old: Words, first: int, positions: Positions, new: Words) -> Lane
     return lanes
 
 
-class StepSlice(NamedTuple):
-    """Where `take_steps` finds the old words of positions [lo, hi).
-
-    `old` and `first` are as in `sum_change`; the positions, less `shift`, ascend inside `old`.
-    """
-
-    old: Words
-    first: int
-    shift: int
-    lo: int
-    hi: int
-
-
 def take_steps(
-    slices: Sequence[StepSlice],
+    places: Places,
     dtype: str,
     positions: Positions,
     steps: Numbers,
     olds: Words,
     news: Words,
-) -> tuple[npt.NDArray[np.uint64], int]:
+) -> tuple[npt.NDArray[np.uint64], list[int], int]:
     """Fetch old words, take steps (k,) from them: old and new words go to `olds` and `news` (k,).
 
-    The slices together have each of positions (k,) once. `steps` have the dtype of their stream.
-    Returns what the lanes gain by each slice (n, 2), and the number of steps that are 0 or too wide
-    for a word.
+    `places` (n, 4), see PLACE, are those of a bucket's slices; whoever calls keeps their memory
+    alive. `positions` (k,) ascend inside the bucket; afterwards they count from their tensor's
+    start. `steps` have the dtype of their stream. Returns what the lanes gain by each slice (n, 2),
+    where each slice's positions end, and the number of steps that are 0 or too wide for a word.
     """
     from stitch.codec import loops
 
-    gains = np.zeros((len(slices), 2), np.uint64)
     assert positions.size == steps.size == olds.size == news.size
-    table = np.zeros((len(slices), SLICE_COLUMNS), np.int64)
-    describe = loops.describe_slice(olds.itemsize)
-    for row, (old, first, shift, lo, hi) in enumerate(slices):
-        if not describe(old, first, shift, lo, hi, positions, table[row]):
-            raise ValueError(f"positions {lo} to {hi} are not inside the old words of their slice")
+    assert not positions.size or 0 <= positions[0] <= positions[-1] < places[:, 1].sum()
+    gains = np.zeros((len(places), 2), np.uint64)
+    ends = np.empty(len(places), np.int64)
     take = loops.take_steps(olds.itemsize, is_ordered_by_sign(dtype))
-    bad = take(table, positions, steps, olds, news, gains)
-    return gains, int(bad)
+    bad = take(places, positions, steps, olds, news, gains, ends)
+    return gains, ends.tolist(), int(bad)
 
 
 def to_gaps(positions: Positions, before: int, out: Numbers) -> None:

@@ -24,7 +24,13 @@ from stitch.codec.compiling import (
     output_array,
 )
 from stitch.codec.constants import GOLDEN, MIX_1, MIX_2, MIX_3
-from stitch.codec.intrinsics import load_at, prefetch, prefetch_at, trailing_zeros
+from stitch.codec.intrinsics import (
+    load_at,
+    load_byte_at,
+    prefetch,
+    prefetch_at,
+    trailing_zeros,
+)
 from stitch.codec.kernels import BLOCK_ROWS, ROW_WORDS
 from stitch.codec.order_loops import order
 
@@ -36,7 +42,7 @@ _ROW_SHIFT, _ROW_MASK = np.uint64(ROW_WORDS.bit_length() - 1), np.uint64(ROW_WOR
 _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
-_AHEAD = 32
+AHEAD = 32
 """Changes between asking for an old word and using it, so that cache misses overlap."""
 
 
@@ -49,6 +55,19 @@ def _mix(word, key):  # type: ignore[no-untyped-def]
     h ^= h >> _S29
     g = h * _M3
     return h, g ^ (g >> _S32)
+
+
+@register_jitable
+def lower_bound(ascending, lo, value):  # type: ignore[no-untyped-def]
+    """The first index from `lo` on where an ascending array is not below the value."""
+    hi = np.int64(ascending.size)
+    while lo < hi:
+        middle = (lo + hi) >> 1
+        if ascending[np.uint64(middle)] < value:
+            lo = middle + 1
+        else:
+            hi = middle
+    return lo
 
 
 @cache
@@ -170,7 +189,7 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
         word = _ZERO
         size = positions.size
         for k in range(size):
-            prefetch(whole, positions[min(k + _AHEAD, size - 1)] >> log2)
+            prefetch(whole, positions[min(k + AHEAD, size - 1)] >> log2)
             index = positions[k] >> log2
             # Changes of one 64-bit word follow each other, each from where the last one led.
             before = whole[index] if index < whole.size else tail[0]
@@ -201,50 +220,14 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
 
 
 @cache
-def describe_slice(word_bytes: int) -> Callable[..., Any]:
-    """(old, first, shift, lo, hi, positions, row) -> whether positions [lo, hi) are inside old.
-
-    Fills a row (7,) of zeros for `take_steps`; see `kernels.StepSlice`. `old` must outlive it.
-    """
-    log2_bytes = word_bytes.bit_length() - 1
-    per_word = 8 >> log2_bytes
-    lane_bits = np.uint64(8 * word_bytes)
-
-    def loop(old, first, shift, lo, hi, positions, row):  # type: ignore[no-untyped-def]
-        if lo == hi:
-            return True
-        if not 0 <= lo < hi <= positions.size:
-            return False
-        if positions[lo] < shift or positions[hi - 1] - shift >= old.size:
-            return False
-        num_whole = old.size // per_word
-        tail = _ZERO
-        for lane in range(old.size - num_whole * per_word):
-            tail |= np.uint64(old[num_whole * per_word + lane]) << (np.uint64(lane) * lane_bits)
-        row[0], row[1], row[2] = old.ctypes.data, num_whole, np.int64(tail)
-        row[3], row[4], row[5], row[6] = first, shift, lo, hi
-        return True
-
-    return compiled(
-        loop,
-        types.boolean,
-        input_array(UINT[word_bytes]),
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        input_array(types.int64),
-        output_array(types.int64),
-    )
-
-
-@cache
 def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
-    """(slices, positions, steps, olds, news, gains) -> number of bad steps.
+    """(places, positions, steps, olds, news, gains, ends) -> number of bad steps.
 
     Fetches the words at `positions` (k,) and takes `steps` (k,) from them: old and new words go to
-    olds and news. Row by row of slices (n, 7), see `kernels.SLICE_COLUMNS`, and what the digest
-    gains by a row goes to that of gains (n, 2). A step is bad that is 0 or too wide for a word.
+    olds and news. `places` (n, 4) say where the words of each slice are, see `kernels.PLACE`;
+    `positions` count along the slices, ascend inside them, and are made to count from the start of
+    their tensor. What the digest gains by a slice goes to its row of gains (n, 2), where its
+    positions end to ends (n,). A step is bad that is 0 or too wide for a word.
     `ordered`: the words are sign and magnitude.
     """
     word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
@@ -255,21 +238,36 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     mask = np.uint64((1 << (8 * word_bytes)) - 1)
     wider = NUMPY_INT[wide]
 
-    def loop(slices, positions, steps, olds, news, gains):  # type: ignore[no-untyped-def]
+    def loop(places, positions, steps, olds, news, gains, ends):  # type: ignore[no-untyped-def]
         bad = 0
-        for row in range(slices.shape[0]):
-            address, num_whole = np.uint64(slices[row, 0]), slices[row, 1]
-            tail, first = np.uint64(slices[row, 2]), np.uint64(slices[row, 3])
-            shift, lo, hi = slices[row, 4], slices[row, 5], slices[row, 6]
+        hi = np.int64(0)
+        offset = np.int64(0)
+        for row in range(places.shape[0]):
+            start, count = places[row, 0], places[row, 1]
+            address, num_words = np.uint64(places[row, 2]), places[row, 3]
+            lo = hi
+            hi = lower_bound(positions, lo, offset + count)
+            ends[row] = hi
+            shift = start - offset
+            offset += count
+            if lo == hi:
+                continue
+            num_whole = num_words >> log2
+            tail = _ZERO
+            if positions[np.uint64(hi - 1)] + shift >= num_whole << log2:
+                for byte in range((num_words & lane) * word_bytes):
+                    at = address + np.uint64((num_whole << 3) + byte)
+                    tail |= np.uint64(load_byte_at(at)) << np.uint64(8 * byte)
             a = _ZERO
             b = _ZERO
             last_index = np.int64(-1)
             word64 = _ZERO
             for n in range(lo, hi):
                 k = np.uint64(n)
-                ahead = positions[np.uint64(min(n + _AHEAD, hi - 1))] - shift
+                ahead = positions[np.uint64(min(n + AHEAD, hi - 1))] + shift
                 prefetch_at(address + (np.uint64(ahead >> log2) << _THREE))
-                place = positions[k] - shift
+                place = positions[k] + shift
+                positions[k] = place
                 index = place >> log2
                 found = tail
                 if index < num_whole:
@@ -286,7 +284,7 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 before = word64 if index == last_index else found
                 word64 = (before & ~(mask << at)) | (np.uint64(y) << at)
                 last_index = index
-                key = (first + np.uint64(index) + _ONE) * _GOLDEN
+                key = np.uint64(index + 1) * _GOLDEN
                 h, g = _mix(word64, key)
                 a += h
                 b += g
@@ -302,9 +300,10 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
         loop,
         types.int64,
         input_array(types.int64, 2),
-        input_array(types.int64),
+        output_array(types.int64),
         input_array(SIGNED[wide]),
         words,
         words,
         output_array(types.uint64, 2),
+        output_array(types.int64),
     )

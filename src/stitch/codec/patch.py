@@ -253,7 +253,7 @@ def _parse_row(row: object, offset: int, what: str) -> Entry:
     if not flat or len(flat) % 3:
         raise CorruptPatchError(f"{what}: {len(flat)} slice numbers, expected triples")
     check_ints(flat, f"{what}: slices", _MAX_COUNT)
-    slices = tuple(map(Slice, flat[::3], flat[1::3], flat[2::3]))
+    slices = tuple(map(Slice._make, zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
     if any(map(operator.ge, flat[1::3], flat[2::3])):
         raise CorruptPatchError(f"{what}: a slice is empty")
     bucket = Bucket(check_str(dtype, f"{what}: dtype"), slices)

@@ -22,7 +22,7 @@ from stitch.types import Schema
 if TYPE_CHECKING:
     from stitch.tensors.host import HostWeights
 
-_FEW = 1024
+_FEW = 64
 """Changed words that numpy writes before a compiled loop is entered (or even loaded)."""
 _BATCH = 1 << 16
 """Words that one thread writes at a time."""

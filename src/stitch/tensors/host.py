@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stitch.errors import SchemaMismatchError, UsageError
 from stitch.tensors.reader import Progress, WeightReader, Words, spans, spec_for, word_dtype
@@ -29,6 +30,10 @@ class HostWeights:
                 )
         self._schema = schema
         self._words = list(words)
+        self.extents: NDArray[np.int64] = np.array(
+            [(array.ctypes.data, array.size) for array in self._words], np.int64
+        ).reshape(-1, 2)
+        """(tensors, 2): the address of each tensor's first word, and its words. Never changes."""
         self.stamp: object = None
         """What its owner wants to remember of the content; forgotten once others may write."""
 

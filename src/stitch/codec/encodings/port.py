@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from stitch.codec import kernels
-from stitch.codec.buckets import ALIGNMENT, Bucket
-from stitch.codec.changes import BucketChanges, SliceBounds, bounds_by_slice, read_slice
-from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
-
-if TYPE_CHECKING:
-    from stitch.tensors.reader import WeightReader
-
+from stitch.codec.buckets import ALIGNMENT, Bucket, Slice
+from stitch.codec.changes import BucketChanges, bounds_by_slice, read_slice
+from stitch.codec.words import WORD_DTYPES, Positions, Words
+from stitch.tensors.host import HostWeights
+from stitch.tensors.reader import WeightReader
 
 Reads = Literal["changed", "bucket"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedChanges:
-    """positions: (k,) ascending positions in the bucket, or None: every word of the bucket.
+    """positions: (k,) positions, ascending in the bucket, or None: every word of the bucket.
 
     old, new: (k,) words, or (num_elements,) without positions.
-    gains: for each slice, what its tensor's digest lanes gain; None: not known yet.
-    bounds: what `bounds_by_slice` says of the positions; None: not asked yet.
+    gains: (n, 2) for each slice, what its tensor's digest lanes gain; None: not known yet.
+    ends: for each slice, where its positions end. Then positions count from the start of their
+    tensor. None: not known yet, and positions count along the bucket.
     The arrays belong to whoever gets them.
     """
 
     positions: Positions | None
     old: Words
     new: Words
-    gains: tuple[Lanes, ...] | None = None
-    bounds: list[SliceBounds] | None = None
+    gains: npt.NDArray[np.uint64] | None = None
+    ends: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +61,55 @@ class OldWords:
                 parts.append(self.weights.read(name, begin, end)[local - begin])
         return np.concatenate(parts)
 
+    def _places(self) -> kernels.Places | None:
+        """Where the slices' words lie in memory (n, 4), or None if that takes reading them."""
+        if not isinstance(self.weights, HostWeights):
+            return None
+        places = np.empty((len(self.bucket.slices), len(kernels.PLACE)), np.int64)
+        pieces = np.array(self.bucket.slices, np.int64)
+        places[:, 0] = pieces[:, 1]
+        np.subtract(pieces[:, 2], pieces[:, 1], out=places[:, 1])
+        places[:, 2:] = self.weights.extents[pieces[:, 0]]
+        return places
+
     def take_steps(
         self, positions: Positions, steps: kernels.Numbers
     ) -> tuple[DecodedChanges, int]:
         """The changes that take `steps` (k,) at ascending `positions` (k,) inside the bucket.
 
         `steps` are of at least 16 bits. Also returns how many are 0 or too wide for a word. Reads
-        only around the positions.
+        only around the positions, which then count from the start of their tensors.
         """
-        bucket, schema = self.bucket, self.weights.schema
-        width = bucket.word_bytes
-        olds = np.empty(positions.size, WORD_DTYPES[width])
+        places = self._places()
+        held: list[Words] = []
+        if places is None:
+            places = self._read_around(positions, held)
+        olds = np.empty(positions.size, WORD_DTYPES[self.bucket.word_bytes])
         news = np.empty_like(olds)
-        slices = []
-        rows = bounds_by_slice(bucket, positions)
-        for piece, (lo, hi, offset) in zip(bucket.slices, rows, strict=True):
+        gains, ends, num_bad = kernels.take_steps(
+            places, self.bucket.dtype, positions, steps, olds, news
+        )
+        decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=gains, ends=ends)
+        return decoded, num_bad
+
+    def _read_around(self, positions: Positions, held: list[Words]) -> kernels.Places:
+        """Places of the words around ascending `positions`; what was read is added to `held`."""
+        schema, width = self.weights.schema, self.bucket.word_bytes
+        places = np.zeros((len(self.bucket.slices), len(kernels.PLACE)), np.int64)
+        rows = bounds_by_slice(self.bucket, positions)
+        for place, piece, (lo, hi, offset) in zip(places, self.bucket.slices, rows, strict=True):
+            place[:2] = piece.start, piece.num_elements
             if hi == lo:
-                slices.append(kernels.StepSlice(olds, 0, 0, lo, hi))
                 continue
-            spec = schema.tensors[piece.tensor]
+            num_words = schema.tensors[piece.tensor].num_words
             to_tensor = piece.start - offset
             begin = (positions.item(lo) + to_tensor) // ALIGNMENT * ALIGNMENT
-            end = min(spec.num_words, positions.item(hi - 1) + to_tensor + ALIGNMENT)
-            end -= end % ALIGNMENT if end < spec.num_words else 0
-            old = self.weights.read(spec.name, begin, end)
-            first, shift = begin * width // 8, begin - to_tensor
-            slices.append(kernels.StepSlice(old, first, shift, lo, hi))
-        gains, num_bad = kernels.take_steps(slices, bucket.dtype, positions, steps, olds, news)
-        decoded = DecodedChanges(
-            positions=positions, old=olds, new=news, gains=tuple(gains), bounds=rows
-        )
-        return decoded, num_bad
+            end = min(num_words, positions.item(hi - 1) + to_tensor + ALIGNMENT)
+            end -= end % ALIGNMENT if end < num_words else 0
+            old = read_slice(self.weights, schema, Slice(piece.tensor, begin, end))
+            held.append(old)
+            place[2:] = old.ctypes.data - begin * width, end
+        return places
 
 
 class Encoding(Protocol):
