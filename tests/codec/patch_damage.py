@@ -235,6 +235,8 @@ def damaged_part(part: bytes, choose: Choose, schema: Schema) -> bytes:
     header, payloads = split(part)
     entries = list(header.buckets)
     for _ in range(1 + choose(2)):
+        if not entries:
+            break
         at, other = choose(len(entries)), choose(len(entries))
         kind = choose(8)
         if kind < 4:

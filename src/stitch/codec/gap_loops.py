@@ -22,8 +22,6 @@ from stitch.codec.compiling import (
     input_array,
     output_array,
 )
-from stitch.codec.intrinsics import prefetch
-from stitch.codec.loops import AHEAD
 from stitch.codec.order_loops import order
 
 
@@ -85,9 +83,7 @@ def scatter(word_bytes: int) -> Callable[..., Any]:
 
     def loop(positions, values, target):  # type: ignore[no-untyped-def]
         size = np.uint64(target.size)
-        last = positions.size - 1
         for k in range(positions.size):
-            prefetch(target, positions[min(k + AHEAD, last)])
             if np.uint64(positions[k]) >= size:
                 return k
             target[np.uint64(positions[k])] = values[k]

@@ -42,7 +42,7 @@ _ROW_SHIFT, _ROW_MASK = np.uint64(ROW_WORDS.bit_length() - 1), np.uint64(ROW_WOR
 _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
-AHEAD = 32
+_AHEAD = 32
 """Changes between asking for an old word and using it, so that cache misses overlap."""
 
 
@@ -189,7 +189,7 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
         word = _ZERO
         size = positions.size
         for k in range(size):
-            prefetch(whole, positions[min(k + AHEAD, size - 1)] >> log2)
+            prefetch(whole, positions[min(k + _AHEAD, size - 1)] >> log2)
             index = positions[k] >> log2
             # Changes of one 64-bit word follow each other, each from where the last one led.
             before = whole[index] if index < whole.size else tail[0]
@@ -264,7 +264,7 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
             word64 = _ZERO
             for n in range(lo, hi):
                 k = np.uint64(n)
-                ahead = positions[np.uint64(min(n + AHEAD, hi - 1))] + shift
+                ahead = positions[np.uint64(min(n + _AHEAD, hi - 1))] + shift
                 prefetch_at(address + (np.uint64(ahead >> log2) << _THREE))
                 place = positions[k] + shift
                 positions[k] = place
