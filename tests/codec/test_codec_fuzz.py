@@ -31,7 +31,7 @@ from patch_damage import (
 )
 from pcodec import standalone
 
-from stitch.codec import Bucket, DigestState, PatchEncoder, decode_parts, reference
+from stitch.codec import Bucket, DigestState, PatchEncoder, decode_parts, reference, warm
 from stitch.codec.encodings import ENCODINGS
 from stitch.codec.patch import PREAMBLE_BYTES, most_header_bytes
 from stitch.errors import BaseMismatchError, CorruptPatchError
@@ -39,6 +39,7 @@ from stitch.tensors import HostWeights
 
 SUBJECT = subject()
 SCHEMA = SUBJECT.old.schema
+warm(SCHEMA)
 for _part in SUBJECT.parts.values():
     check_decoding([_part], SUBJECT)  # what is loaded on first use does not count as memory taken
 NAMES = st.sampled_from(sorted(ENCODINGS))
