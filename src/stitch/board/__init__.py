@@ -5,6 +5,7 @@ from stitch.board.creation import Patience
 from stitch.board.log import Run
 from stitch.board.probe import probe_create_if_absent
 from stitch.board.routes import AnchorStep, MergedStep, PatchStep, Route, Step, plan_route
+from stitch.board.staging import Staging
 from stitch.board.store import ObjectInfo, ObjectStore, PutMode
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "PutMode",
     "Route",
     "Run",
+    "Staging",
     "Step",
     "open_board",
     "plan_route",

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blake3 import blake3
-
 from stitch.board import blobs, keys
 from stitch.board.creation import Patience, create_record
+from stitch.board.staging import Staging
 from stitch.board.store import ObjectStore
-from stitch.board.store_errors import store_error
+from stitch.board.store_errors import translated
 from stitch.errors import (
     BaseMismatchError,
     CorruptRecordError,
@@ -164,59 +163,53 @@ def fetch_files(
     directory: Path,
     progress: Progress | None,
     patience: Patience,
+    staging: Path | None = None,
 ) -> Path:
     """Fetch (key, local name, ref) files into `directory`, which appears whole or not at all.
 
     Size and BLAKE3 of each are checked while it streams to disk. `directory` must be missing or
-    empty. Raises CorruptBlobError naming the key, or StoreFullError.
+    empty. What was fetched before an error or a kill waits in the folder `staging` (default: one
+    beside `directory`; the same file system) for the next call. Raises CorruptBlobError naming the
+    key, or StoreFullError.
     """
     total_bytes = sum(ref.num_bytes for _, _, ref in wanted)
     done_bytes = 0
-    with _new_directory(directory) as scratch:
-        for key, name, ref in wanted:
-            for num_bytes in _fetch_file(store, key, ref, scratch / name, patience):
+    with translated("write", directory.name):
+        _check_target(directory)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    folder = staging or directory.parent / f".{directory.name}.partial"
+    with Staging(folder) as staged:
+        for key, _, ref in wanted:
+            for num_bytes in staged.fetch(store, key, ref, patience):
                 done_bytes += num_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)
+        with _new_directory(directory) as scratch:
+            _place(staged, [(name, ref) for _, name, ref in wanted], scratch)
     return directory
 
 
-def _fetch_file(
-    store: ObjectStore, key: str, ref: BlobRef, path: Path, patience: Patience
-) -> Iterator[int]:
-    """Stream one blob to `path`, yielding the size of each piece."""
-    chunks = _open(store, key, patience)
-    hasher = blake3()
-    num_bytes = 0
-    with path.open("xb") as file:
-        for chunk in chunks:
-            num_bytes += len(chunk)
-            if num_bytes > ref.num_bytes:
-                break
-            hasher.update(chunk)
-            file.write(chunk)
-            yield len(chunk)
-        blobs.check_size(key, num_bytes, ref)
-        blobs.check_hash(key, hasher.hexdigest(), ref)
-        file.flush()
-        os.fsync(file.fileno())
+def _place(staged: Staging, wanted: list[tuple[str, BlobRef]], directory: Path) -> None:
+    """Move what was fetched into `directory`; two files of the same content share it."""
+    placed: dict[str, Path] = {}
+    for name, ref in wanted:
+        if ref.blake3 in placed:
+            os.link(placed[ref.blake3], directory / name)
+        else:
+            staged.take(ref, directory / name)
+            placed[ref.blake3] = directory / name
 
 
-def _open(store: ObjectStore, key: str, patience: Patience) -> Iterator[bytes]:
-    for _ in patience.tries():
-        chunks = store.stream(key)
-        if chunks is not None:
-            return chunks
-    raise blobs.missing(key)
+def _check_target(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} exists and is not an empty directory")
 
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
     """An unguessable folder beside `directory` that takes its place when the block succeeds."""
-    try:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(f"{directory} exists and is not an empty directory")
-        directory.parent.mkdir(parents=True, exist_ok=True)
+    with translated("write", directory.name):
+        _check_target(directory)
         scratch = directory.parent / f".{directory.name}-{secrets.token_hex(16)}"
         scratch.mkdir()
         try:
@@ -227,8 +220,6 @@ def _new_directory(directory: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-    except OSError as error:
-        raise store_error(error, "write", directory.name) from error
 
 
 def _sync_folder(path: Path) -> None:

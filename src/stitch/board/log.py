@@ -14,6 +14,7 @@ from stitch.board.heads import Heads
 from stitch.board.manifests import Manifests
 from stitch.board.merged import MergedPatches, list_merged
 from stitch.board.schemas import read_schema
+from stitch.board.staging import Staging
 from stitch.errors import BaseMismatchError, SchemaMismatchError, UsageError, VersionNotFoundError
 from stitch.failpoints import reach
 from stitch.records import AnchorRecord, BlobRef, Heartbeat, Manifest, MergedPatch, RunRecord
@@ -165,6 +166,11 @@ class Run:
         """Delete a blob that the caller wrote and that no record names, nor will."""
         self._store.delete(keys.blob(self.name, version, ref.name))
 
+    def stage_blob(self, staging: Staging, version: int, ref: BlobRef) -> Iterator[int]:
+        """Bring the blob into `staging`, going on with what is there; yields bytes gained."""
+        key = keys.blob(self.name, version, ref.name)
+        return staging.fetch(self._store, key, ref, self._patience)
+
     def put_asset(self, name: str, data: bytes) -> BlobRef:
         """Store a small file; only those named in the run's record belong to its checkpoints."""
         return self.board.put_asset(self.name, name, data)
@@ -254,10 +260,14 @@ class Run:
         record: AnchorRecord,
         directory: Path,
         progress: Progress | None = None,
+        *,
+        staging: Path | None = None,
     ) -> Path:
         """Fetch an anchor and the run's assets as an ordinary checkpoint directory.
 
-        `directory` must be missing or empty and appears whole or not at all. Returns it.
+        `directory` must be missing or empty and appears whole or not at all. Returns it. What an
+        error or a kill interrupts waits in the folder `staging` (default: one beside `directory`,
+        and always in its file system) for the next call.
         """
         weights = [
             (keys.blob(self.name, record.version, ref.name), anchors.local_name(ref.name), ref)
@@ -270,5 +280,5 @@ class Run:
             if ref.name.lower() not in taken
         ]
         return anchors.fetch_files(
-            self._store, weights + assets, directory, progress, self._patience
+            self._store, weights + assets, directory, progress, self._patience, staging
         )

@@ -133,7 +133,7 @@ class Advance:
         step = route.steps[index] if index < len(route.steps) else None
         if step is None or isinstance(step, AnchorStep):
             return None
-        return pool.submit(fetch_parts, self._run, step.record)
+        return pool.submit(fetch_parts, self._run, step.record, self._scratch)
 
     def _take(self, step: Step, parts: Future[list[bytes]] | None) -> bool:
         """Move over one step, fetching it a second time if it is bad; False: it stays bad."""

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stitch.board import Run
+from stitch.board import Run, Staging
 from stitch.errors import CorruptBlobError, StoreError
 from stitch.failpoints import reach
 from stitch.records import AnchorRecord, Manifest, MergedPatch
 from stitch.tensors import WeightReader, open_checkpoint
 from stitch.tensors.reader import Progress
 
+STAGED_BYTES = 32 * 2**20
+"""Patches from here on go through the disk, so that a fetch that ends early can be gone on with."""
 
-def fetch_parts(run: Run, patch: Manifest | MergedPatch) -> list[bytes]:
-    """All files of one patch, checked against the sizes and BLAKE3 that its record states."""
-    parts = [run.read_blob(patch.version, blob) for blob in patch.blobs]
+
+def fetch_parts(
+    run: Run, patch: Manifest | MergedPatch, scratch: Path | None = None
+) -> list[bytes]:
+    """All files of one patch, checked against the sizes and BLAKE3 that its record states.
+
+    Those of a large patch are staged below `scratch`, if it is given, until all of them are there.
+    """
+    if scratch is not None and sum(blob.num_bytes for blob in patch.blobs) >= STAGED_BYTES:
+        parts = _staged_parts(run, patch, scratch)
+    else:
+        parts = [run.read_blob(patch.version, blob) for blob in patch.blobs]
     reach("replica.fetched")
     return parts
+
+
+def _staged_parts(run: Run, patch: Manifest | MergedPatch, scratch: Path) -> list[bytes]:
+    with Staging(staging_folder(scratch)) as staging:
+        for blob in patch.blobs:
+            for _ in run.stage_blob(staging, patch.version, blob):
+                pass
+        parts = []
+        for blob in patch.blobs:
+            parts.append(staging.read(blob))
+            staging.drop(blob)
+    return parts
+
+
+def staging_folder(scratch: Path | None) -> Path:
+    """Where half-fetched blobs wait: below `scratch`, or this user's own in the system's folder for
+    temporary files."""
+    if scratch is not None:
+        return scratch / "stitch-staging"
+    return Path(tempfile.gettempdir()) / f"stitch-staging-{os.geteuid()}"
 
 
 @contextmanager
@@ -27,6 +59,8 @@ def fetched_anchor(
     run: Run, anchor: AnchorRecord, scratch: Path | None, progress: Progress | None
 ) -> Iterator[WeightReader]:
     """An anchor's weights, from a copy below `scratch` that is deleted afterwards.
+
+    A fetch that ends early, even by a kill, is gone on with by the next one with this `scratch`.
 
     Its files are checked against the record's sizes and BLAKE3, its tensors against the schema;
     the digest is left to the caller, who reads every word anyway. A scratch directory that is full
@@ -36,7 +70,12 @@ def fetched_anchor(
         if scratch is not None:
             scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="stitch-anchor-", dir=scratch) as directory:
-            path = run.fetch_anchor(anchor, Path(directory) / "checkpoint", progress)
+            path = run.fetch_anchor(
+                anchor,
+                Path(directory) / "checkpoint",
+                progress,
+                staging=staging_folder(scratch),
+            )
             with open_checkpoint(path) as checkpoint:
                 if checkpoint.schema.digest != anchor.schema_digest:
                     raise CorruptBlobError(

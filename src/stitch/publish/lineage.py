@@ -70,7 +70,8 @@ def start_run(
     threads: int | None,
 ) -> Lineage:
     """See Publisher.start. The run record is created last but for the epoch."""
-    check_absent(board, check_run_name(run))  # before hours of reading; create_run decides
+    board.check_store()  # before hours of reading
+    check_absent(board, check_run_name(run))  # likewise; create_run decides
     sweep(board)
     writer = new_writer()
     with open_checkpoint(resolve_base(base)) as checkpoint:
@@ -110,6 +111,7 @@ def resume_run(
 ) -> Lineage:
     """See Publisher.resume. A publisher that still runs is stopped only once this one can go on."""
     found = board.open_run(run)
+    board.check_store()
     sweep(board)
     baseline = _base_mirror(found, base, progress, threads) or _anchor_mirror(found, scratch)
     _advance(found, baseline, scratch, threads)
