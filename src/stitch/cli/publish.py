@@ -79,7 +79,7 @@ def _publisher(args: argparse.Namespace, context: Context, progress: Progress | 
     given = {"encoding": args.encoding, "decode": args.decode}
     options = {
         "threads": args.threads,
-        "anchor_every": 1 if args.anchor else None,
+        "anchor_every": 1 if args.anchor else "auto",
         **vars(context.load(flags.EncodingConfig, "publish", given)),
     }
     name = context.settings.run

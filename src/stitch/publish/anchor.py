@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import tempfile
 import time
@@ -12,13 +11,10 @@ from pathlib import Path
 from stitch.board import Run
 from stitch.codec import DigestState
 from stitch.errors import BaseMismatchError
-from stitch.mirror import Mirror
 from stitch.records import AnchorRecord, BlobRef
 from stitch.tensors import WeightReader, write_safetensors
 from stitch.tensors.reader import Progress
 from stitch.tensors.shard_index import INDEX_NAME, SINGLE_NAME, build_shard_index
-
-log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 2 << 30
 """Scratch space that writing an anchor needs, unless one tensor is larger."""
@@ -123,30 +119,3 @@ def _file_names(count: int) -> Iterator[str]:
         return
     for number in range(1, count + 1):
         yield f"model-{number:05}-of-{count:05}.safetensors"
-
-
-class AnchorSchedule:
-    """Stores every n-th version whole; one that fails is made up for at the next version."""
-
-    def __init__(self, run: Run, every: int | None, scratch: Path | None, writer: str) -> None:
-        self._run = run
-        self._every = every
-        self._scratch = scratch
-        self._writer = writer
-        self._is_due = False
-
-    def after(self, baseline: Mirror) -> None:
-        """Called after each version with its weights. Never raises; what fails is logged."""
-        assert baseline.ref is not None
-        version = baseline.ref.version
-        if self._every is None or not (self._is_due or version % self._every == 0):
-            return
-        self._is_due = True
-        try:
-            write_anchor(
-                self._run, baseline.weights, version, scratch=self._scratch, writer=self._writer
-            )
-            self._is_due = False
-            log.info("event=anchored version=%s", baseline.ref)
-        except Exception as error:  # a background convenience must not fail a published version
-            log.warning("event=anchor_failed version=%s error=%s", baseline.ref, error)

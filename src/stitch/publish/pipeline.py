@@ -69,6 +69,11 @@ class Pipeline:
         assert self.baseline.ref is not None
         return self.baseline.ref
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the next `publish` may first have to move the baseline's weights in place."""
+        return self._doubtful is not None
+
     def publish(self, snapshot: HostWeights, step: int | None) -> Published:
         """Publish `snapshot` as the version after `ref` and make it the baseline.
 

@@ -15,8 +15,9 @@ from typing import Any, Self
 from stitch.board import Board, Run
 from stitch.errors import RunExistsError, StitchError, UsageError
 from stitch.failpoints import reach
-from stitch.publish.anchor import AnchorSchedule
+from stitch.publish.anchoring import AnchorRule, AnchorWriter
 from stitch.publish.lineage import Lineage, as_board, check_view, resume_run, start_run
+from stitch.publish.merging import BackgroundMerging
 from stitch.publish.pipeline import Pipeline
 from stitch.publish.queue import Job, Published, SnapshotQueue
 from stitch.publish.settings import PublisherSettings
@@ -41,6 +42,7 @@ class Publisher:
     Memory: the view twice (the last published version and one snapshot) plus a few buckets. While
     publishing overlaps with publishing, "coalesce" needs the view once more, and twice more if the
     source is an iterator, which can fail midway and so may not overwrite a snapshot that waits.
+    While an anchor is written and publishing goes on, the view once more.
     With `snapshot="device"` also the view once in the memory of the device that holds the tensors;
     in return only what changed crosses to the host while `publish` blocks.
 
@@ -125,10 +127,14 @@ class Publisher:
             threads=settings.threads,
             retry=settings.retry,
         )
-        self._anchors = AnchorSchedule(
-            lineage.run, settings.anchor_every, settings.scratch, lineage.epoch.writer
-        )
         self._queue = SnapshotQueue(self._run.name, self._run.schema, settings.when_busy)
+        self._anchors = AnchorWriter(
+            lineage.run,
+            AnchorRule(lineage.run, settings.anchor_every),
+            scratch=settings.scratch,
+            writer=lineage.epoch.writer,
+            give_back=self._queue.return_lent,
+        )
         self._shadow = shadow_for(settings.snapshot, self._run.schema)
         self._snapshotting = threading.Lock()
         self._pid = os.getpid()
@@ -136,6 +142,14 @@ class Publisher:
             target=self._work, name=f"stitch-publisher-{self._run.name}", daemon=True
         )
         self._worker.start()
+        self._merging: BackgroundMerging | None = None
+        if settings.merge:
+            self._merging = BackgroundMerging(
+                lineage.run,
+                encoding=settings.encoding,
+                decode=settings.decode,
+                scratch=settings.scratch,
+            )
         atexit.register(self._at_exit)
 
     @property
@@ -180,8 +194,13 @@ class Publisher:
         Raises the first failure that no one was told of yet, and TimeoutError after `timeout_s`.
         """
         self._check_process()
-        self._queue.wait_idle(timeout_s)
+        self._wait_idle(timeout_s)
         self._raise_unnoticed()
+
+    def _wait_idle(self, timeout_s: float | None) -> None:
+        started_s = time.monotonic()
+        self._queue.wait_idle(timeout_s)
+        self._anchors.wait_idle(_left(timeout_s, started_s))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Accept no more, flush, and end the worker. Closing again is harmless.
@@ -194,11 +213,11 @@ class Publisher:
         with self._snapshotting:  # a snapshot under way is still accepted
             if self._shadow is not None:
                 self._shadow.forget()
-        if timeout_s is not None:
-            timeout_s = max(0.0, timeout_s - (time.monotonic() - started_s))
-        self._queue.wait_idle(timeout_s)
+        self._wait_idle(_left(timeout_s, started_s))
         self._queue.stop()
         self._worker.join()
+        if self._merging is not None:
+            self._merging.close()
         atexit.unregister(self._at_exit)
         self._raise_unnoticed()
 
@@ -238,14 +257,20 @@ class Publisher:
     def _work(self) -> None:
         while (job := self._queue.next_job()) is not None:
             outcome = self._attempt(job)
-            self._queue.settle(job, outcome)
-            if isinstance(outcome, Published):
-                self._anchors.after(self._pipeline.baseline)
-            del outcome, job  # or their buffers would live on while this thread waits
+            done = outcome if isinstance(outcome, Published) else None
+            is_lent = done is not None and not self._anchors.surrender(done.freed)
+            self._queue.settle(job, outcome, is_lent=is_lent)
+            if done is not None:
+                self._anchors.after(self._pipeline.baseline, done.stats.num_bytes)
+                if self._merging is not None:
+                    self._merging.wake()
+            del outcome, done, job  # or their buffers would live on while this thread waits
             self._queue.rest_or_go_on()
 
     def _attempt(self, job: Job) -> Published | Exception:
         try:
+            if self._pipeline.in_doubt:
+                self._anchors.wait_idle()  # it may be reading what is then written to
             return self._pipeline.publish(job.buffer, job.step)
         except Exception as error:  # the edge of this task: the ticket carries it on
             if self._lost_its_threads(error):
@@ -283,3 +308,8 @@ class Publisher:
             self.close(EXIT_TIMEOUT_S)
         except Exception as error:
             log.error("event=snapshots_lost run=%s error=%s", self._run.name, error)
+
+
+def _left(timeout_s: float | None, started_s: float) -> float | None:
+    """What is left of a time-out that began at `started_s`."""
+    return None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started_s))

@@ -54,6 +54,7 @@ class SnapshotQueue:
         self._active: Job | None = None
         self._waiting: Job | None = None
         self._busy = False
+        self._num_lent = 0
         self._failed: list[Ticket] = []
         self._dead: FatalError | None = None
         self._closed = False
@@ -69,7 +70,7 @@ class SnapshotQueue:
         with self._changed:
             self._check_open()
             buffer = self._pool.take()
-            while buffer is None and self._when_busy == "block":
+            while buffer is None and self._when_busy == "block" and not self._num_lent:
                 self._changed.wait()
                 self._check_open()
                 buffer = self._pool.take()
@@ -78,6 +79,8 @@ class SnapshotQueue:
             if may_replace and self._waiting is not None:
                 job, self._waiting = self._waiting, None
                 return Slot(buffer=job.buffer, replaced=job)
+            if self._num_lent:
+                self._num_lent -= 1  # one more is made in its place
         return Slot(buffer=self._pool.allocate())
 
     def put_back(self, slot: Slot, error: BaseException) -> None:
@@ -153,19 +156,32 @@ class SnapshotQueue:
             self._changed.wait_for(lambda: self._active is not None or self._stopped)
             return self._active
 
-    def settle(self, job: Job, outcome: Published | Exception) -> None:
-        """End the job's tickets; after a FatalError also the waiting ones, and accept no more."""
+    def settle(self, job: Job, outcome: Published | Exception, *, is_lent: bool = False) -> None:
+        """End the job's tickets; after a FatalError also the waiting ones, and accept no more.
+
+        `is_lent`: somebody still reads the buffer that was freed, and will `return_lent` it.
+        """
         with self._changed:
             if isinstance(outcome, Published):
                 for ticket in job.tickets:
                     ticket._end(ref=outcome.ref, stats=outcome.stats)
-                self._pool.give(outcome.freed)
+                if is_lent:
+                    self._num_lent += 1
+                else:
+                    self._pool.give(outcome.freed)
             else:
                 self._end_badly(job, outcome)
                 self._pool.give(job.buffer)
                 if isinstance(outcome, FatalError):
                     self._die(outcome)
             self._changed.notify_all()
+
+    def return_lent(self, buffer: HostWeights) -> None:
+        """Take back a buffer that was lent, unless another one took its place meanwhile."""
+        with self._changed:
+            if self._num_lent:
+                self._num_lent -= 1
+                self._give(buffer)
 
     def rest_or_go_on(self) -> None:
         """The settled job's aftermath is over too: make the waiting job the active one."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from stitch.codec.choice import Decode, check_choice
 from stitch.errors import UsageError
+from stitch.publish.anchoring import AnchorEvery
 from stitch.publish.retry import RetryPolicy
 
 WhenBusy = Literal["coalesce", "block"]
@@ -31,8 +32,13 @@ class PublisherSettings:
     """What decoding may read of the old weights: any words, or ("changed") only those that change,
     for replicas that keep no host copy. Patches then hold `gaps` only and are nearly twice as
     large."""
-    anchor_every: int | None = None
-    """Store every n-th version whole, too."""
+    anchor_every: AnchorEvery = "auto"
+    """Store every n-th version whole, too; "auto": where the patches since the last anchor, or the
+    base, cost a reader more bytes than the whole. Anchors are written beside publishing; while one
+    is, the view may be held once more."""
+    merge: bool = False
+    """Write merged patches, for replicas that are far behind, beside publishing. That needs host
+    memory for the view twice; `stitch compact` does the same in another process."""
     threads: int | None = None
     """Threads that compare and encode; None: as many as there are CPUs, at most 8."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -46,10 +52,11 @@ class PublisherSettings:
         if self.snapshot not in ("host", "device"):
             raise UsageError(f"snapshot must be 'host' or 'device', got {self.snapshot!r}")
         check_choice(self.encoding, self.decode)
-        for name in ("anchor_every", "threads"):
+        for name, words in (("anchor_every", ("auto", None)), ("threads", (None,))):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} must be a positive integer or None, got {value!r}")
+            if value not in words and (not isinstance(value, int) or value < 1):
+                others = ", ".join(map(repr, words))
+                raise UsageError(f"{name} must be a positive integer or {others}, got {value!r}")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PublisherSettings:
