@@ -140,7 +140,9 @@ def test_the_endpoint_mounts_the_control_interface_only_with_a_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mounted: dict[str, Any] = {}
-    app = SimpleNamespace(mount=lambda prefix, it: mounted.update({prefix: it}))
+    app = SimpleNamespace(
+        mount=lambda prefix, it: mounted.update({prefix: it}), add_middleware=lambda it: None
+    )
     monkeypatch.delenv(TOKEN_ENV, raising=False)
     with pytest.raises(UsageError, match=TOKEN_ENV):
         StitchEndpoint().attach_router(app)

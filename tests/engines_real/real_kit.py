@@ -174,7 +174,7 @@ class RealEngine:
             held = (await client.verify()).digest
         assert held == wanted
         self.last = base
-        return Subject(engine=client, weights=base)
+        return Subject(engine=client, weights=base, url=self.url)
 
 
 class RealVllm(RealEngine):

@@ -12,6 +12,7 @@ from stitch.engines.group.control_asgi import ControlAsgi
 from stitch.engines.group.engine import GroupTraits
 from stitch.engines.group.front import log_to_stderr, start_front
 from stitch.engines.vllm import PLUGIN, WORKER_EXTENSION
+from stitch.engines.vllm.stamping import Stamping, noting, tells_versions
 from stitch.engines.vllm.workers import VllmWorkers
 from stitch.errors import UsageError
 
@@ -24,8 +25,6 @@ BLOCKED_ROUTES = (
     "/scale_elastic_ep", "/is_scaling_elastic_ep", "/invocations", "/tokenize",
 )  # fmt: skip
 """vLLM's control routes, were they ever switched on, and routes that pass by the salt."""
-
-TRAITS = GroupTraits(engine="vllm", salt_field="cache_salt", blocked_routes=BLOCKED_ROUTES)
 
 
 class StitchEndpoint:
@@ -41,6 +40,7 @@ class StitchEndpoint:
             raise UsageError(f"set {wire.TOKEN_ENV} to the control token")
         self._control = ControlAsgi(token)
         app.mount(wire.PREFIX, self._control)
+        app.add_middleware(Stamping)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Learn where every tensor lives, before requests are taken; what fails ends the server."""
@@ -52,8 +52,16 @@ class StitchEndpoint:
             config.parallel_config.world_size,
             multimodal=config.model_config.is_multimodal_model,
         )
+        traits = GroupTraits(
+            engine="vllm",
+            stamps_versions=tells_versions(),
+            salt_field="cache_salt",
+            blocked_routes=BLOCKED_ROUTES,
+        )
+        if traits.stamps_versions:
+            engine_client.generate = noting(engine_client.generate)
         directory, view = Path(config.model_config.model), os.environ.get(wire.VIEW_ENV, "bf16")
-        self._control.serve(*await start_front(workers, directory, view, TRAITS))
+        self._control.serve(*await start_front(workers, directory, view, traits))
 
 
 def _check_setup(config: Any, args: Any) -> None:
