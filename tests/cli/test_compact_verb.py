@@ -76,6 +76,33 @@ def test_settings_of_compact_come_from_the_file_too(
     assert set(merged.stats.encodings) <= {"gaps", "absent"}
 
 
+@pytest.mark.parametrize(
+    ("failpoint", "spans_left"),
+    [
+        ("board.blob.temp", 0),
+        ("merge.blob:2", 1),
+        ("board.merged.temp", 0),
+        ("board.merged.created", 1),
+        ("merge.done:2", 2),
+    ],
+)
+def test_killed_anywhere_it_leaves_whole_patches_and_the_next_one_goes_on(
+    stitch: Program, board: Published, tmp_path: Path, failpoint: str, spans_left: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stitch.cli", "compact", *board.args, "--threads", "1"],
+        env=os.environ | {"STITCH_FAILPOINT": failpoint},
+        capture_output=True,
+    )
+    assert done.returncode == -signal.SIGKILL
+    run = open_board(board.board).open_run("math")
+    assert len(run.merged_spans()) == spans_left
+    stitch.ok("checkout", "9", "--out", tmp_path / "out", *board.args)
+    assert words_of(tmp_path / "out") == words_of(board.chain[9])
+    assert len(stitch.ok("compact", *board.args)["written"]) == 3 - spans_left
+    assert len(run.merged_spans()) == 3
+
+
 def test_following_goes_on_with_new_versions_until_it_is_stopped(
     tmp_path: Path, long_chain: list[Path]
 ) -> None:
