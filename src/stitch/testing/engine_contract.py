@@ -76,7 +76,7 @@ def dense_update(weights: HostWeights) -> UpdateSet:
 
 
 class EngineContract:
-    """The tests. `subject` is fresh for each of them."""
+    """The tests. `subject` is fresh for each of them; the first two find it never bound."""
 
     @pytest.fixture
     async def subject(self) -> Subject:
@@ -87,6 +87,17 @@ class EngineContract:
         assert it.ref is None
         assert it.state == "ready"
         assert it.schema_digest == subject.weights.schema.digest
+
+    async def test_answers_before_the_first_bind_carry_no_version(self, subject: Subject) -> None:
+        url = _url_of(subject)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=_request(num_tokens=3)) as response,
+        ):
+            assert "X-Stitch-Version-Start" not in response.headers
+            body = await response.json()
+        assert body["weight_version_start"] is None
+        assert body["choices"][0]["weight_versions"] == []
 
     async def test_binding_to_another_digest_is_refused(self, subject: Subject) -> None:
         with pytest.raises(BaseMismatchError, match=subject.digest):
@@ -337,17 +348,6 @@ class EngineContract:
         assert (body["weight_version_start"], body["weight_version_end"]) == (2, 2)
         (choice,) = body["choices"]
         assert choice["weight_versions"] == [{"version": 2, "start": 0, "end": 3}]
-
-    async def test_answers_before_the_first_bind_carry_no_version(self, subject: Subject) -> None:
-        url = _url_of(subject)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{url}/v1/completions", json=_request(num_tokens=3)) as response,
-        ):
-            assert "X-Stitch-Version-Start" not in response.headers
-            body = await response.json()
-        assert body["weight_version_start"] is None
-        assert body["choices"][0]["weight_versions"] == []
 
 
 async def _bind(subject: Subject) -> None:
