@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ class Front:
             await self._learn(manager)
         except Exception as error:  # SGLang would end orderly, as if all were well
             _log.exception("event=no_start")
+            shutil.rmtree(os.environ[SOCKETS_ENV], ignore_errors=True)
             end_engine(f"the weights could not be learned: {error!r}")
 
     async def _learn(self, manager: Any) -> None:

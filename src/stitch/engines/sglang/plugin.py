@@ -6,8 +6,10 @@ sees to it that schedulers end with the process that started them.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 from typing import Any
@@ -29,9 +31,9 @@ def register() -> None:
         # Else /health generates a token, which takes 20 s and fails while the engine is paused.
         os.environ.setdefault(_HEALTH_ENV, "false")
         # Unlike a temporary directory's, this path is short, as those of sockets must be.
-        os.environ[SOCKETS_ENV] = tempfile.mkdtemp(
-            prefix="stitch-ranks-", dir=shared_memory_directory()
-        )
+        sockets = tempfile.mkdtemp(prefix="stitch-ranks-", dir=shared_memory_directory())
+        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
+        os.environ[SOCKETS_ENV] = sockets
         _hook_front()
     elif _SCHEDULER in sys.modules:  # not so in the process that turns tokens into text
         _hook_scheduler()
