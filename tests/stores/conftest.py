@@ -6,23 +6,22 @@ A server that is missing or does not start fails the tests that need it; none is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import store_servers
+from store_kit import QUICK, OpenBoard
 from store_servers import Server
 
-from stitch.board import Board, Patience, open_board
+from stitch.board import Board, open_board
+from stitch.testing.fault_proxy import FaultProxy
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "board"))  # for board_kit
 pytest.register_assert_rewrite("stitch.testing.store_contract")
 
 collect_ignore_glob = [] if os.environ.get("STITCH_STORE_SERVERS") else ["test_*.py"]
-
-QUICK = Patience(first_wait_s=0.01, max_wait_s=0.1)
-
-OpenBoard = Callable[..., Board]
-"""Opens a board on a server: `open_on(server, prefix=None, port=None)`."""
 
 
 @pytest.fixture(scope="session")
@@ -56,13 +55,27 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def open_on(monkeypatch: pytest.MonkeyPatch, no_credentials: None) -> OpenBoard:
-    def open_on(server: Server, prefix: str | None = None, port: int | None = None) -> Board:
+    def open_on(
+        server: Server,
+        prefix: str | None = None,
+        *,
+        port: int | None = None,
+        options: str = "",
+        unsigned: bool = False,
+    ) -> Board:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        url = server.board_url(prefix or server.fresh_prefix(), port=port)
+        where = prefix or server.fresh_prefix()
+        url = server.board_url(where, port=port, unsigned=unsigned) + options
         return open_board(url, patience=QUICK)
 
     return open_on
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[FaultProxy]:
+    with FaultProxy(server.endpoint) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""SeaweedFS and Azurite on loopback, for the tests in this folder. `make test-stores` installs them.
+"""SeaweedFS and Azurite on loopback, for the tests here. `make test-stores` installs them.
 
 Each server gets free ports, a folder of its own and one bucket or container; a test takes a prefix
 in it. What a server says goes to a log file beside its data.
@@ -26,14 +26,15 @@ from email.utils import formatdate
 from pathlib import Path
 
 SERVERS = Path(
-    os.environ.get("STITCH_STORE_SERVERS")
-    or Path(__file__).parents[2] / "build" / "store-servers"
+    os.environ.get("STITCH_STORE_SERVERS") or Path(__file__).parents[2] / "build" / "store-servers"
 )
 WEED = SERVERS / "weed" / "bin" / "weed"
 AZURITE = SERVERS / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 
 START_S = 90.0
 BUCKET = "stitch"
+OPEN_BUCKET = "open"
+"""On SeaweedFS: takes requests without signatures, so that a proxy may change them on the way."""
 ACCOUNT = "stitchtest"
 
 
@@ -50,9 +51,11 @@ class Server:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def board_url(self, prefix: str, *, port: int | None = None) -> str:
+    def board_url(self, prefix: str, *, port: int | None = None, unsigned: bool = False) -> str:
         """Address of a board at `prefix`; `port` is that of a proxy before the server."""
         endpoint = f"http://127.0.0.1:{port or self.port}"
+        if unsigned:
+            return f"s3://{OPEN_BUCKET}/{prefix}?endpoint={endpoint}&anonymous=true"
         if self.scheme == "s3":
             return f"s3://{BUCKET}/{prefix}?endpoint={endpoint}"
         return f"az://{ACCOUNT}/{BUCKET}/{prefix}?endpoint={endpoint}/{ACCOUNT}"
@@ -81,7 +84,9 @@ def seaweedfs(folder: Path) -> Iterator[Server]:
         "credentials": [{"accessKey": key, "secretKey": secret}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    verbs = [f"{verb}:{OPEN_BUCKET}" for verb in ("Admin", "Read", "Write", "List")]
+    anyone = {"name": "anonymous", "actions": verbs}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity, anyone]}))
     names = ["master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3"]
     ports = dict(zip([*names, "s3.grpc"], free_ports(8), strict=True))
     command = [str(WEED), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}"]
@@ -108,7 +113,8 @@ def seaweedfs(folder: Path) -> Iterator[Server]:
         wait_for(f"{filer}/", process, server.log)
         wait_for(f"http://127.0.0.1:{ports['master']}/dir/assign", process, server.log)
         wait_for(f"{server.endpoint}/status", process, server.log)
-        request("POST", f"{filer}/buckets/{BUCKET}/", {})
+        for bucket in (BUCKET, OPEN_BUCKET):
+            request("POST", f"{filer}/buckets/{bucket}/", {})
         yield server
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 from obstore.store import ObjectStore as Backend
 
@@ -23,8 +24,7 @@ from stitch.board.credentials import (
     google_provider,
 )
 from stitch.board.store import ObstoreStore
-from stitch.board.store_errors import translated
-from stitch.errors import UsageError
+from stitch.errors import StoreUnsuitableError, UsageError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -49,8 +49,13 @@ def cloud_store(address: BoardAddress) -> ObstoreStore:
     named but cannot be had.
     """
     build = {"s3": _s3, "gs": _gs, "az": _az}[address.scheme]
-    with translated("open", address.url):
+    try:
         return ObstoreStore(build(address), address.url)
+    except BaseError:
+        # Nothing was sent yet, so it is a setting that is wrong; the text may quote it.
+        raise StoreUnsuitableError(
+            f"cannot open {address.url}: a credential or a setting in the environment is malformed"
+        ) from None
 
 
 def _s3(address: BoardAddress) -> Backend:

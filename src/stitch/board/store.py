@@ -36,8 +36,11 @@ STREAM_CHUNK_BYTES = PIECE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
+    """What a store says about an object. Times are by the store's clock."""
+
     key: str
     num_bytes: int
+    modified_unix_s: float | None = None
 
 
 class ObjectStore(Protocol):
@@ -196,16 +199,12 @@ class ObstoreStore:
             except FileNotFoundError as error:
                 check_absence(error, "look up", key)
                 return None
-            return ObjectInfo(key=key, num_bytes=meta["size"])
+            return _info(key, meta)
 
     def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
         with operation("write", key):
             if mode != "create" and _size(source) > UPLOAD_CHUNK_BYTES:
-                if mode == "unique" and self.head(key) is not None:
-                    return False
-                upload_in_parts(self._backend, key, source)
-                check_upload(self, key, source)
-                return True
+                return self._put_parts(key, source, mode)
             once: Literal["create", "overwrite"] = "overwrite" if mode == "overwrite" else "create"
             try:
                 # One request, which the store decides on.
@@ -214,11 +213,24 @@ class ObstoreStore:
                 return False
             return True
 
+    def _put_parts(self, key: str, source: bytes | Path, mode: PutMode) -> bool:
+        if mode == "unique" and self.head(key) is not None:
+            return False
+        try:
+            upload_in_parts(self._backend, key, source)
+        except BaseError:
+            # The reply to the last request may have been lost; asked again, stores deny to know
+            # the upload. Under a unique key, what is there and passes the check is ours.
+            if mode != "unique" or self.head(key) is None:
+                raise
+        check_upload(self, key, source)
+        return True
+
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         with operation("list", prefix):
             for batch in obstore.list(self._backend, prefix):
                 for meta in batch:
-                    yield ObjectInfo(key=meta["path"], num_bytes=meta["size"])
+                    yield _info(meta["path"], meta)
 
     def list_folders(self, prefix: str) -> list[str]:
         with operation("list", prefix):
@@ -231,6 +243,11 @@ class ObstoreStore:
                 obstore.delete(self._backend, key)
             except FileNotFoundError:
                 return
+
+
+def _info(key: str, meta: obstore.ObjectMeta) -> ObjectInfo:
+    modified_unix_s = meta["last_modified"].timestamp()
+    return ObjectInfo(key=key, num_bytes=meta["size"], modified_unix_s=modified_unix_s)
 
 
 def _size(source: bytes | Path) -> int:

@@ -146,18 +146,22 @@ class StoreContract:
         assert store.put("big/file", source, mode="create") is True
         assert store.put("big/file", source, mode="create") is False
         assert store.put("big/other", source, mode="overwrite") is True
-        info = store.head("big/file")
-        assert info is not None
-        assert info.num_bytes == BIG_BYTES
-        chunks = store.stream("big/file")
-        assert chunks is not None
-        sizes = []
-        for number, chunk in enumerate(chunks):
-            sizes.append(len(chunk))
-            assert number > 0 or chunk[: len(block)] == block[: len(chunk)]
-        assert sum(sizes) == BIG_BYTES
-        assert max(sizes) <= STREAM_CHUNK_BYTES
-        assert store.get_range("big/file", 5 * 2**20 - 3, 6) == block[-3:] + block[:3]
+        assert store.put("big/unique", source, mode="unique") is True
+        assert store.put("big/unique", source, mode="unique") is False
+        assert store.put("big/file", block, mode="unique") is False
+        for key in ("big/file", "big/other", "big/unique"):
+            info = store.head(key)
+            assert info is not None
+            assert info.num_bytes == BIG_BYTES
+            chunks = store.stream(key)
+            assert chunks is not None
+            sizes = []
+            for chunk in chunks:
+                assert chunk == (block * (len(chunk) // len(block) + 1))[: len(chunk)]
+                sizes.append(len(chunk))
+            assert sum(sizes) == BIG_BYTES
+            assert max(sizes) <= STREAM_CHUNK_BYTES
+            assert store.get_range(key, 5 * 2**20 - 3, 6) == block[-3:] + block[:3]
 
     def test_a_missing_source_file_is_an_error_and_leaves_nothing(
         self, store: ObjectStore, tmp_path: Path
