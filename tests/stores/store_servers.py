@@ -25,9 +25,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
 
-SERVERS = Path(
-    os.environ.get("STITCH_STORE_SERVERS") or Path(__file__).parents[2] / "build" / "store-servers"
-)
+SERVERS = Path(os.environ.get("STITCH_STORE_SERVERS", "build/store-servers")).resolve()
 WEED = SERVERS / "weed" / "bin" / "weed"
 AZURITE = SERVERS / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 
