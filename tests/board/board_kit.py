@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stitch.board import Board, Patience, Run, keys
@@ -115,3 +116,18 @@ def heartbeat(replica: str = "r1", **changes: Any) -> Heartbeat:
         "versions": ({"version": 3, "fetch_s": 0.5, "pause_ms": 12.5},),
     }
     return Heartbeat(**(fields | changes))
+
+
+def fill(board: Board, newest: int, name: str = "math") -> None:
+    """Run `name` with `newest` versions, written fast: each manifest names the same blob."""
+    run = new_run(board, name)
+    ref = run.put_blob(1, "w0-0.patch", b"patch")
+
+    def put(version: int) -> None:
+        data = manifest(run, version, (ref,)).to_json_bytes()
+        board.store.put(keys.manifest(name, version), data, mode="overwrite")
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(put, range(1, newest + 1)):
+            pass
+    run.write_head(newest)
