@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stitch.engines.plugin_launch import plugin_environment
-from stitch.engines.sglang import front
+from stitch.engines.sglang import SOCKETS_ENV, front
 from stitch.engines.sglang.__main__ import with_ours
 from stitch.engines.sglang.front import REFUSED, Front, check_setup, control_routes
 from stitch.engines.sglang.launch import sglang_command
@@ -159,9 +160,12 @@ async def test_control_is_answered_first_and_control_routes_are_closed(
 
 
 async def test_learning_comes_before_sglangs_own_start_and_its_failure_ends_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "orjson", json)
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setenv(SOCKETS_ENV, str(sockets))
     log: list[str] = []
 
     @asynccontextmanager
@@ -190,6 +194,7 @@ async def test_learning_comes_before_sglangs_own_start_and_its_failure_ends_the_
     assert (await ask(app.build_middleware_stack(), "/flush_cache"))[0] == 403
     async with app.router.lifespan_context(app):
         assert "another checkpoint" in log[3]
+    assert not os.access(sockets, os.F_OK)
 
 
 # --- stamps --------------------------------------------------------------------------------------
