@@ -60,7 +60,7 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: type[RealEngine], board: Path, model: Path, errors: Path
+    engine: type[RealEngine], board: Path, model: Path, errors: Path, **env: str
 ) -> AsyncIterator[Replica]:
     command = [sys.executable, "-m", "stitch.cli", "serve", "--json", "--board", str(board)]
     command += ["--model", str(model), "--port", "0", "--poll-interval", "0.2", "--run", "r"]
@@ -71,7 +71,7 @@ async def serving(
             *command,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **QUIET, **engine.env},
+            env={**os.environ, **QUIET, **engine.env, **env},
         )
     try:
         assert process.stdout is not None
@@ -169,12 +169,33 @@ class Served:
                     assert (await replica.post(path, {}))[0] == 403
                 answers = [await tokens(replica, prompt) for prompt in PROMPTS]
                 await loses_its_engine(replica, self.engine.core)
-        assert "the engine" in errors.read_text()
+            assert "the engine" in errors.read_text()
         fresh = self.engine(await checkout(tmp_path / "board", 3, model), tmp_path / "log")
         try:
             assert [fresh.tokens(prompt) for prompt in PROMPTS] == answers
         finally:
             fresh.stop()
+
+    async def test_killed_in_a_pause_it_ends_and_started_again_serves_the_new_version(
+        self, tmp_path: Path
+    ) -> None:
+        board, model = tmp_path / "board", make_model("untied", tmp_path / "model")
+        weights, errors = load(model), tmp_path / "errors"
+        with Publisher.start(open_board(board), "r", model, threads=1) as publisher:
+            await asyncio.to_thread(publish, publisher, weights, 1)
+            dies = {"STITCH_FAILPOINT": "engine.written:2"}
+            async with serving(self.engine, board, model, errors, **dies) as replica:
+                await replica.serves(1, START_S)
+                below = descendants(replica.process.pid)
+                await asyncio.to_thread(publish, publisher, weights, 2)
+                async with asyncio.timeout(DEADLINE_S):
+                    assert await replica.process.wait() == 4
+                wait_for_the_end_of(below)
+            assert "the engine process ended with status -9" in errors.read_text()
+            async with serving(self.engine, board, model, errors) as replica:
+                await replica.serves(2, START_S)
+                status, report = await replica.post("/verify", {})
+                assert (status, report["digest"]) == (200, digest_of(weights))
 
     @pytest.mark.parametrize("problem", ["no engine there", "its own argument"])
     async def test_an_engine_that_cannot_start_is_said(self, problem: str, tmp_path: Path) -> None:
