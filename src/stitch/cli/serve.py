@@ -21,7 +21,9 @@ DESCRIPTION = """\
 Run a replica: a proxy in front of an engine that is kept on the run's newest
 version. By default it starts the embedded engine on the model, with --engine vllm
 or sglang one of these; what follows `--` is passed to it. With --engine-url it
-attaches to an engine that offers Stitch's control interface. Every setting may also
+attaches to an engine that offers Stitch's control interface. With --engine-mode
+reload the engine is a stock one, without Stitch's plugin, that reloads checkpoints
+from --engine-dir; together with --engine-url, one that runs already. Every setting may also
 come from the file's [serve] table or from STITCH_SERVE_<NAME>. Its address is printed
 (with --json, as the one object) as soon as it listens; events are logged on stderr.
 SIGTERM and SIGINT end it cleanly."""

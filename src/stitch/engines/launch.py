@@ -62,10 +62,17 @@ class EngineProcess:
     """A running engine that is killed when this process, or the thread that started it, ends."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, base_url: str, token: str, log: BinaryIO
+        self,
+        process: asyncio.subprocess.Process,
+        base_url: str,
+        token: str,
+        log: BinaryIO,
+        *,
+        least_grace_s: float = 0.0,
     ) -> None:
         self._process = process
         self._log = log
+        self._least_grace_s = least_grace_s
         self.base_url = base_url
         self.token = token
 
@@ -80,14 +87,22 @@ class EngineProcess:
         health_path: str = "/health",
         ready_timeout_s: float = 300.0,
         log_path: str | Path | None = None,
+        plugin: bool = True,
+        least_grace_s: float = 0.0,
     ) -> EngineProcess:
         """Run `command` and return once `base_url + health_path` answers 200.
 
-        `env` is added to this process's environment, with the control token. Output goes to
-        `log_path`, or to a temporary file whose end is shown when the engine fails. Raises
-        FatalReplicaError when it exits or is not ready in time; then it is no longer running.
+        `env` is added to this process's environment, with the control token; without `plugin` it
+        gets no token, so that a plugin of ours stays idle. It always has `least_grace_s` to end in
+        order. Output goes to `log_path`, or to a temporary file whose end is shown when the engine
+        fails. Raises FatalReplicaError when it exits or is not ready in time; then it is no longer
+        running.
         """
         secret = token or new_token()
+        environment = {**os.environ, **(env or {})}
+        environment.pop(TOKEN_ENV, None)
+        if plugin:
+            environment[TOKEN_ENV] = secret
         log = _open_log(log_path)
         tether = [sys.executable, "-m", "stitch.engines.tether", str(os.getpid()), "--"]
         try:
@@ -97,12 +112,12 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **(env or {}), TOKEN_ENV: secret},
+                env=environment,
             )
         except OSError:
             log.close()
             raise
-        engine = cls(process, base_url.rstrip("/"), secret, log)
+        engine = cls(process, base_url.rstrip("/"), secret, log, least_grace_s=least_grace_s)
         try:
             await engine._ready(health_path, ready_timeout_s)
         except BaseException:
@@ -125,6 +140,7 @@ class EngineProcess:
 
     async def stop(self, grace_s: float = 5.0) -> int:
         """End it: SIGTERM, and SIGKILL after `grace_s`. Returns the exit status."""
+        grace_s = max(grace_s, self._least_grace_s)
         if self._process.returncode is None and grace_s > 0:
             self._process.terminate()
             with contextlib.suppress(TimeoutError):

@@ -156,7 +156,8 @@ class ReplicaApp:
             committer,
             self.metrics,
             run.schema,
-            interval_s=self.config.proof_interval_s,
+            # A stock engine can only say all it holds at once, and stands still meanwhile.
+            interval_s=0.0 if self.config.reloads else self.config.proof_interval_s,
         )
         try:
             await first_failure(

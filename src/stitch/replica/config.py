@@ -33,6 +33,16 @@ class ReplicaConfig:
     engine: Literal["embedded", "vllm", "sglang", "attach"] = setting(
         "embedded", help="engine to start (embedded, vllm or sglang), or attach to a running one"
     )
+    engine_mode: Literal["plugin", "reload"] = setting(
+        "plugin",
+        help="how vllm and sglang change their weights: in place, by our plugin, or stock engines "
+        "by reloading a checkpoint (slower: see docs/engines.md)",
+    )
+    engine_dir: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
+        None,
+        help="reload: directory for the engine's checkpoints, with room for two; it is filled and "
+        "emptied",
+    )
     engine_python: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
         None,
         help="interpreter of the environment that the engine is installed in (default: this one)",
@@ -92,13 +102,34 @@ class ReplicaConfig:
             )
         if self.engine == "attach" and not (self.engine_url and self.engine_token):
             raise UsageError("engine 'attach' needs engine_url and engine_token (the environment)")
-        if self.engine == "attach" and self.engine_args:
+        if (self.engine == "attach" or self.reloads) and self.engine_url and self.engine_args:
             raise UsageError("an engine that runs already takes no arguments")
+        self._check_mode()
         if self.proof_interval_s < 0:
             raise UsageError(f"proof_interval_s must not be negative, got {self.proof_interval_s}")
         for name in ("poll_interval_s", "heartbeat_interval_s", "watchdog_interval_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def _check_mode(self) -> None:
+        if self.reloads and self.engine not in ("vllm", "sglang"):
+            raise UsageError(
+                f"engine_mode 'reload' is for stock engines: say which, --engine vllm or sglang, "
+                f"not {self.engine!r}"
+            )
+        if self.reloads and self.engine_dir is None:
+            raise UsageError(
+                "engine_mode 'reload' needs engine_dir, a directory with room for two checkpoints"
+            )
+        if self.engine_url and self.engine != "attach" and not self.reloads:
+            raise UsageError(
+                f"engine_url is of an engine that runs already, engine {self.engine!r} starts one: "
+                "give one of them (or both, for a stock engine, with engine_mode 'reload')"
+            )
+
+    @property
+    def reloads(self) -> bool:
+        return self.engine_mode == "reload"
 
     @property
     def lag_limit(self) -> int | None:

@@ -181,6 +181,10 @@ class StartedHost:
 
 
 def host_for(config: ReplicaConfig) -> EngineHost:
+    if config.reloads:
+        from stitch.replica.reload_host import ReloadHost
+
+        return ReloadHost(config)
     if config.engine in LAUNCHERS:
         return StartedHost(config)
     assert config.engine_url is not None

@@ -51,6 +51,12 @@ class Checkpoint:
         spec_for(self._schema, name, start, stop)
         return self._shards[self._homes[name]].read(name, start, stop)
 
+    def place_of(self, name: str) -> tuple[Path, int]:
+        """The file that holds a tensor, and the byte in it of the tensor's first word."""
+        spec_for(self._schema, name, 0, 0)
+        shard = self._shards[self._homes[name]]
+        return shard.path, shard.offset_of(name)
+
     def assets(self) -> tuple[Path, ...]:
         """Small files beside the weights (configuration, tokenizer ...), sorted by name.
 

@@ -78,8 +78,12 @@ class SafetensorsFile:
         """A fresh array of words [start, stop)."""
         spec = spec_for(self._schema, name, start, stop)
         out = np.empty(stop - start, word_dtype(spec))
-        offset = self._data_start + self._begins[name] + start * spec.word_bytes
+        offset = self.offset_of(name) + start * spec.word_bytes
         return self._pread(offset, out, f"tensor {name!r}")
+
+    def offset_of(self, name: str) -> int:
+        """The byte of the file at which a tensor's first word is."""
+        return self._data_start + self._begins[name]
 
     def _pread(self, offset: int, out: Words, what: str) -> Words:
         """Fill `out` from the file at `offset`, or raise CorruptCheckpointError naming `what`."""

@@ -1,0 +1,337 @@
+"""Generations: whole checkpoints of one engine, of which exactly one is current.
+
+    DIRECTORY/generations/00000007/     an ordinary Hugging Face directory, and `.stitch.json`
+    DIRECTORY/current                   a link to it; what the engine is told to load
+
+A version is written as a new generation: changed files as patched copies, the others under a second
+name. No file is ever written that a complete generation holds. It is proven (names, dtypes, shapes,
+and the digest of every word as read back) before it counts as complete, and becomes current by one
+rename. So whatever moment the process or the machine dies at, `current` leads to the old version or
+to the new one, whole; `Generations.open` proves that again and removes what else there is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stitch.codec import DigestState, UpdateSet
+from stitch.engines.reload.patching import TensorChange, copy_file, link_file, write_patched
+from stitch.errors import CorruptCheckpointError, EngineError, StitchError, UsageError
+from stitch.failpoints import reach
+from stitch.tensors import Checkpoint, open_checkpoint, write_checkpoint
+from stitch.tensors.durable import replacing_file, sync_directory
+from stitch.tensors.reader import Subset
+from stitch.tensors.shard_index import INDEX_NAME, SINGLE_NAME
+from stitch.types import Schema, VersionRef
+from stitch.views import ViewReader
+
+_log = logging.getLogger(__name__)
+
+RECORD = ".stitch.json"
+MARK = ".stitch-generations"
+_NAME = re.compile(r"[0-9]{8}")
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A complete checkpoint directory, proven to have these digests; `ref` is its label."""
+
+    path: Path
+    ref: VersionRef | None
+    digests: DigestState
+
+    @property
+    def digest(self) -> str:
+        return self.digests.version_digest()
+
+
+class Generations:
+    """The generations of one engine; nobody else writes in `directory` meanwhile."""
+
+    def __init__(self, directory: Path, lock: int, *, threads: int | None) -> None:
+        self.directory = directory
+        self.link = directory / "current"
+        self._home = directory / "generations"
+        self._lock = lock
+        self._threads = threads
+        self._current: Generation | None = None
+
+    @classmethod
+    def open(
+        cls, directory: Path, base: Path, view: str, *, run: str, threads: int | None = None
+    ) -> Generations:
+        """The generations in `directory`; the current one is proven, or made from `base`.
+
+        It is made anew, without a label, unless it holds a proven version of `run`. Needs an empty
+        or missing directory, or one that was made here. Raises UsageError for unusable directories
+        and checkpoints, CorruptCheckpointError for a damaged base, StoreFullError.
+        """
+        directory = directory.absolute()
+        it = cls(directory, _claimed(directory), threads=threads)
+        try:
+            it._home.mkdir(exist_ok=True)
+            with open_checkpoint(base) as checkpoint:
+                if not base.is_dir():
+                    raise UsageError(f"{base} is one file: engines load checkpoint directories")
+                reader = ViewReader(checkpoint, view)
+                found = it._proven(reader.schema, run)
+                if found is None:
+                    found = it._from_base(checkpoint, reader)
+                    it.switch(found)
+            it._current = found
+            it._keep_only([found])
+        except OSError as error:
+            it.close()
+            raise UsageError(f"cannot keep checkpoints in {directory}: {error}") from error
+        except BaseException:
+            it.close()
+            raise
+        return it
+
+    @property
+    def current(self) -> Generation:
+        assert self._current is not None
+        return self._current
+
+    @property
+    def schema(self) -> Schema:
+        return self.current.digests.schema
+
+    def build(self, update: UpdateSet, ref: VersionRef | None) -> Generation:
+        """A new generation: the current one after `update`, written, read back and proven.
+
+        Raises EngineError if it cannot be had; then nothing is left of it.
+        """
+        base = self.current
+        try:
+            with open_checkpoint(base.path) as checkpoint:
+                changes = _by_file(checkpoint, update)
+                wanted = base.digests.updated(update, checkpoint)
+                temp = self._new_folder()
+                for file in sorted(base.path.iterdir()):
+                    if file in changes:
+                        write_patched(file, temp / file.name, changes[file])
+                    elif file.name != RECORD:
+                        link_file(file, temp / file.name)
+            built = self._complete(temp, ref, wanted.schema)
+        except EngineError:
+            self._keep_only([base])
+            raise
+        except (OSError, StitchError) as error:
+            self._keep_only([base])
+            raise EngineError(f"the checkpoint of {ref} cannot be written: {error}") from error
+        if built.digest != wanted.version_digest():
+            self.drop(built)
+            raise EngineError(
+                f"the checkpoint written for {ref} has digest {built.digest}, the version has "
+                f"{wanted.version_digest()}: the disk, or the one that it was made from, is bad"
+            )
+        return built
+
+    def switch(self, generation: Generation) -> None:
+        """Make it the current one, durably; raises OSError, nothing changed."""
+        temp = self.directory / f".current.{secrets.token_hex(8)}.tmp"
+        temp.symlink_to(Path(self._home.name) / generation.path.name)
+        try:
+            os.replace(temp, self.link)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        sync_directory(self.directory)
+        self._current = generation
+        reach("reload.switched")
+
+    def relabel(self, ref: VersionRef) -> None:
+        """Write another label on the current generation."""
+        self._current = replace(self.current, ref=ref)
+        _write_record(self._current)
+
+    def drop(self, generation: Generation) -> None:
+        """Remove a generation that is not current; an engine that maps its files keeps them."""
+        assert generation.path != self.current.path
+        # Renamed first, so that half of it never looks like one.
+        doomed = self._home / f".{generation.path.name}.{secrets.token_hex(8)}.tmp"
+        os.rename(generation.path, doomed)
+        reach("reload.dropping")
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def prove(self, names: Sequence[str] | None = None) -> DigestState:
+        """Digests of the current generation's files, read now, in the order of `names`' schema.
+
+        Raises CorruptCheckpointError or UsageError if they are not to be had.
+        """
+        with open_checkpoint(self.current.path) as checkpoint:
+            if checkpoint.schema != self.schema:
+                raise CorruptCheckpointError(f"{self.current.path} holds other tensors than before")
+            reader = checkpoint if names is None else Subset(checkpoint, names)
+            return DigestState.of(reader, threads=self._threads)
+
+    def close(self) -> None:
+        """Let others have the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _proven(self, schema: Schema, run: str) -> Generation | None:
+        """The current generation, if it is whole, of this schema, and labelled with this run."""
+        try:
+            target = os.readlink(self.link)
+        except FileNotFoundError:
+            return None
+        home, _, name = target.partition("/")
+        path = self._home / name
+        try:
+            if home != self._home.name or not _NAME.fullmatch(name):
+                raise CorruptCheckpointError(f"{self.link} leads to {target!r}")
+            found = self._read(path)
+        except (StitchError, OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning(
+                "event=generation_damaged path=%s error=%r made=anew_from_the_base", path, error
+            )
+            return None
+        if found.digests.schema != schema or found.ref is None or found.ref.run != run:
+            _log.info("event=generation_of_another_run path=%s ref=%s", path, found.ref)
+            return None
+        return found
+
+    def _read(self, path: Path) -> Generation:
+        record = json.loads((path / RECORD).read_bytes())
+        if record["format"] != _FORMAT:
+            raise CorruptCheckpointError(f"{path / RECORD} has format {record['format']!r}")
+        label = record["ref"]
+        ref = None if label is None else VersionRef(label["run"], label["version"])
+        found = self._measured(path, ref)
+        if found.digest != record["digest"]:
+            raise CorruptCheckpointError(
+                f"{path} has digest {found.digest}, its record says {record['digest']}"
+            )
+        return found
+
+    def _measured(self, path: Path, ref: VersionRef | None) -> Generation:
+        """Check every header and digest every word. Only the files of the checkpoint may be there,
+        as engines load whatever weights lie about."""
+        _check_plain(path)
+        with open_checkpoint(path) as checkpoint:
+            strays = sorted({p.name for p in path.glob("*.safetensors")} - _names(checkpoint.files))
+            if strays:
+                raise CorruptCheckpointError(f"{path} has weight files of no use: {strays[:5]}")
+            digests = DigestState.of(checkpoint, threads=self._threads)
+        return Generation(path=path, ref=ref, digests=digests)
+
+    def _from_base(self, checkpoint: Checkpoint, reader: ViewReader) -> Generation:
+        """A generation with a base's view: its files, or rounded ones."""
+        temp = self._new_folder()
+        if reader.schema == checkpoint.schema:
+            files = [*checkpoint.files, *checkpoint.assets()]
+            if not (checkpoint.path / SINGLE_NAME).exists():
+                files.append(checkpoint.path / INDEX_NAME)
+            for file in files:
+                copy_file(file.resolve(), temp / file.name)
+        else:
+            temp.rmdir()
+            write_checkpoint(temp, reader, assets_from=checkpoint)
+        return self._complete(temp, None, reader.schema)
+
+    def _complete(self, temp: Path, ref: VersionRef | None, schema: Schema) -> Generation:
+        """Prove a folder, write its record and give it its number."""
+        measured = self._measured(temp, ref)
+        if measured.digests.schema != schema:
+            raise CorruptCheckpointError(f"{temp} does not hold the tensors that it should")
+        _write_record(measured)
+        sync_directory(temp)
+        reach("reload.recorded")
+        path = self._home / self._next_name()
+        os.rename(temp, path)
+        sync_directory(self._home)
+        reach("reload.built")
+        return replace(measured, path=path)
+
+    def _new_folder(self) -> Path:
+        temp = self._home / f".{secrets.token_hex(8)}.tmp"
+        temp.mkdir()
+        return temp
+
+    def _next_name(self) -> str:
+        numbers = [int(p.name) for p in self._home.iterdir() if _NAME.fullmatch(p.name)]
+        return f"{max(numbers, default=0) + 1:08d}"
+
+    def _keep_only(self, kept: Iterable[Generation]) -> None:
+        paths = {generation.path for generation in kept}
+        for path in self._home.iterdir():
+            if path not in paths:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.glob(".current.*.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def _claimed(directory: Path) -> int:
+    """Take the directory for this process; the descriptor that holds the lock."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark = directory / MARK
+        if not mark.exists() and any(directory.iterdir()):
+            raise UsageError(
+                f"{directory} is not empty and was not made for an engine: give a directory that "
+                "may be filled and emptied"
+            )
+        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot keep checkpoints in {directory}: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UsageError(f"{directory} is in use by another replica") from None
+    return lock
+
+
+def _by_file(checkpoint: Checkpoint, update: UpdateSet) -> Mapping[Path, list[TensorChange]]:
+    """The changes of each file; EngineError for tensors that there are not."""
+    tensors = checkpoint.schema.tensors
+    by_tensor: dict[int, list[int]] = {}
+    for number, item in enumerate(update.updates):
+        if not 0 <= item.tensor < len(tensors):
+            raise EngineError(f"the stage names tensor {item.tensor}, there are {len(tensors)}")
+        by_tensor.setdefault(item.tensor, []).append(number)
+    files: dict[Path, list[TensorChange]] = {}
+    for tensor, numbers in by_tensor.items():
+        spec = tensors[tensor]
+        path, offset = checkpoint.place_of(spec.name)
+        updates = [update.updates[number] for number in numbers]
+        change = TensorChange(spec=spec, offset=offset, updates=updates)
+        files.setdefault(path, []).append(change)
+    return files
+
+
+def _write_record(generation: Generation) -> None:
+    ref = generation.ref
+    record = {
+        "format": _FORMAT,
+        "ref": None if ref is None else {"run": ref.run, "version": ref.version},
+        "digest": generation.digest,
+    }
+    with replacing_file(generation.path / RECORD) as file:
+        file.write(json.dumps(record).encode())
+
+
+def _check_plain(path: Path) -> None:
+    """Only regular files: no link may lead an engine elsewhere later."""
+    for file in path.iterdir():
+        if file.is_symlink() or not file.is_file():
+            raise CorruptCheckpointError(f"{file} is not a plain file")
+
+
+def _names(paths: Iterable[Path]) -> set[str]:
+    return {path.name for path in paths}

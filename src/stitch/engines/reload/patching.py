@@ -1,0 +1,112 @@
+"""Patched copies of weight files. The original is never written: an engine may have it mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stitch.codec import TensorUpdate
+from stitch.errors import EngineError, UsageError
+from stitch.failpoints import reach
+from stitch.tensors.reader import Words, word_dtype
+from stitch.types import TensorSpec
+
+_FULL_COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorChange:
+    """What changes in one tensor, whose first word is at byte `offset` of its file."""
+
+    spec: TensorSpec
+    offset: int
+    updates: Sequence[TensorUpdate]
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A new file with the same bytes, durable; without copying where the file system can share.
+
+    Raises OSError; `target` must not exist.
+    """
+    with source.open("rb") as old, target.open("xb") as new:
+        _copy(old.fileno(), new.fileno())
+        os.fsync(new.fileno())
+
+
+def write_patched(source: Path, target: Path, changes: Sequence[TensorChange]) -> None:
+    """A new file, durable: `source` with `changes`, whose old words must be what it holds.
+
+    Raises EngineError that names the tensor, and OSError; then `target` is to be thrown away.
+    """
+    with source.open("rb") as old, target.open("x+b") as new:
+        _copy(old.fileno(), new.fileno())
+        with mmap.mmap(new.fileno(), 0) as mapped:
+            for change in changes:
+                _write(mapped, change)
+            mapped.flush()
+        os.fsync(new.fileno())
+    reach("reload.patched")
+
+
+def link_file(source: Path, target: Path) -> None:
+    """The same file under a second name; a copy where that cannot be had. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        copy_file(source, target)
+
+
+def _copy(source: int, target: int) -> None:
+    size = os.fstat(source).st_size
+    done = 0
+    while done < size:
+        try:
+            count = os.copy_file_range(source, target, min(_FULL_COPY_BYTES, size - done))
+        except OSError:  # not on every pair of file systems
+            count = 0
+        if not count:
+            break
+        done += count
+    if done < size:
+        os.lseek(source, done, os.SEEK_SET)
+        os.lseek(target, done, os.SEEK_SET)
+        with (
+            open(source, "rb", closefd=False) as old,
+            open(target, "wb", closefd=False, buffering=0) as new,
+        ):
+            shutil.copyfileobj(old, new, 16 << 20)
+
+
+def _write(mapped: mmap.mmap, change: TensorChange) -> None:
+    """Change one tensor in a mapped file."""
+    spec = change.spec
+    data = np.frombuffer(mapped, np.uint8, spec.num_bytes, change.offset)
+    # Words that lie askew are changed in a copy: compiled loops want them aligned.
+    askew = bool((data.ctypes.data if data.size else 0) % spec.word_bytes)
+    words: Words = (data.copy() if askew else data).view(word_dtype(spec))
+    for update in change.updates:
+        _apply(spec, words, update)
+    if askew:
+        data[:] = words.view(np.uint8)
+    del data, words  # a mapping with views of it cannot be closed
+
+
+def _apply(spec: TensorSpec, words: Words, update: TensorUpdate) -> None:
+    if not update.new.size:
+        return
+    try:
+        update.check_target(words)
+    except UsageError as error:
+        raise EngineError(f"tensor {spec.name}: {error}") from error
+    held = words[update.start : update.stop] if update.positions is None else None
+    held = words[update.positions] if held is None else held
+    if not np.array_equal(held, update.old):
+        raise EngineError(f"tensor {spec.name}: the stage's old bits are not the ones served")
+    del held
+    update.write(words, update.new)
