@@ -77,3 +77,16 @@ def test_stray_names_beside_the_epochs_are_ignored(board: Board) -> None:
         board.store.put(f"epochs/{stray}", b"{}", mode="create")
     assert board.current_epoch() is None
     assert board.begin_epoch("math", "w").epoch == 1
+
+
+def test_an_epoch_whose_answer_was_damaged_once_is_seen_by_the_next_look(board: Board) -> None:
+    """A publisher that remembered the damage would never learn that it was replaced."""
+    board.begin_epoch("math", "w1")
+    store = FaultyStore(board.store)
+    first = Board(store, patience=NO_WAITS)
+    second = board.begin_epoch("math", "w2")
+    store.shorten(keys.epoch(2), times=2)
+    found = first.current_epoch(after=1)
+    assert found is not None
+    assert found.writer == "w1"
+    assert first.current_epoch(after=1) == second

@@ -29,7 +29,7 @@ class Epochs:
         self._store = store
         self._patience = patience
         self._lock = threading.Lock()
-        self._records: dict[int, EpochRecord | None] = {}
+        self._records: dict[int, EpochRecord] = {}
         self._highest = 0
 
     def current(self, after: int = 0) -> EpochRecord | None:
@@ -71,7 +71,6 @@ class Epochs:
             if number in self._records:
                 return True
         key = keys.epoch(number)
-        record: EpochRecord | None = None
         try:
             data = self._store.get(key, max_bytes=MAX_EPOCH_BYTES)
             if data is None:
@@ -80,8 +79,9 @@ class Epochs:
             if record.epoch != number:
                 raise CorruptRecordError(f"{key}: field epoch is {record.epoch}, wanted {number}")
         except CorruptRecordError as error:
+            # Not remembered: if only the answer was damaged, the next one shows who it is.
             log.warning("event=damaged_epoch key=%s error=%s", key, error)
-            record = None
+            return True
         with self._lock:
             self._records[number] = record
         return True
