@@ -75,6 +75,14 @@ class VersionNotFoundError(UsageError):
     """The run has no such version."""
 
 
+class VersionRemovedError(VersionNotFoundError):
+    """The version was published, but retention has removed what leads to it."""
+
+
+class CopyConflictError(UsageError):
+    """Two boards hold different records under one key; nothing was overwritten."""
+
+
 class StoreUnsuitableError(UsageError):
     """The store lacks a property that the board depends on, or refuses access."""
 

@@ -35,6 +35,8 @@ def test_spans_are_nested_or_apart_and_found_from_their_start() -> None:
     assert by_start == set(all_spans)
     assert {(start, end) for end in range(71) for start in spans.starts(end)} == set(all_spans)
     assert all(spans.is_span(*span) for span in all_spans)
+    within = {(a, b) for a, b in all_spans if a >= 16 and b <= 32 and (a, b) != (16, 32)}
+    assert set(spans.inside((16, 32))) == within
     others = ((0, 2), (2, 6), (4, 12), (0, 12), (4, 4), (8, 4))
     assert not any(spans.is_span(*span) for span in others)
     assert list(spans.ends(0, 70)) == [64, 32, 16, 8, 4]

@@ -258,7 +258,7 @@ def test_an_anchor_may_be_left_by_a_merged_patch(memory_board: Board) -> None:
     avoid=st.sets(st.integers(1, 20), max_size=2),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_route_is_as_cheap_as_an_exhaustive_search_finds(
     newest: int,
     patches: list[int],

@@ -13,7 +13,18 @@ from stitch.errors import UsageError
 from stitch.types import BLOB_NAME, RUN_NAME, check_run_name, check_version
 
 Kind = Literal[
-    "run", "schema", "manifest", "merged", "anchor", "blob", "head", "heartbeat", "epoch", "other"
+    "run",
+    "schema",
+    "manifest",
+    "merged",
+    "anchor",
+    "blob",
+    "head",
+    "heartbeat",
+    "retention",
+    "mark",
+    "epoch",
+    "other",
 ]
 
 _EIGHT_DIGITS = re.compile(r"[0-9]{8}", re.ASCII)
@@ -114,8 +125,27 @@ def heartbeat(run: str, replica: str) -> str:
     return f"{heartbeats_folder(run)}/{segment(replica, 'replica id')}.json"
 
 
+def retention(run: str) -> str:
+    """What retention has removed, or is about to: a hint that saves readers requests."""
+    return f"{check_run_name(run)}/retention.json"
+
+
+def marks_folder(run: str) -> str:
+    return f"{check_run_name(run)}/gc"
+
+
+def mark(run: str, name: str) -> str:
+    """A list of keys that may be deleted once it is old enough."""
+    return f"{marks_folder(run)}/{segment(name, 'mark')}.json"
+
+
 def epoch(epoch: int) -> str:
     return f"epochs/{number(epoch)}.json"
+
+
+def epoch_end(epoch: int) -> str:
+    """Created by the epoch's own publisher once nothing of it can be published any more."""
+    return f"epochs/{number(epoch)}-ended.json"
 
 
 def patch_step(version: int) -> str:
@@ -143,6 +173,10 @@ def kind_of(key: str) -> Kind:
             return "run"
         case [_, "head.json"]:
             return "head"
+        case [_, "retention.json"]:
+            return "retention"
+        case [_, "gc", _]:
+            return "mark"
         case [_, name] if name.startswith("schema-"):
             return "schema"
         case [_, "replicas", _]:

@@ -13,6 +13,7 @@ from stitch.board.anchors import Progress
 from stitch.board.heads import Heads
 from stitch.board.manifests import Manifests
 from stitch.board.merged import MergedPatches, list_merged
+from stitch.board.retired import Retention, read_retention
 from stitch.board.schemas import read_schema
 from stitch.board.staging import Staging
 from stitch.errors import BaseMismatchError, SchemaMismatchError, UsageError, VersionNotFoundError
@@ -144,6 +145,10 @@ class Run:
         """Create a merged patch's record after its blobs; returns the one that is in force."""
         return self._merged.create(merged)
 
+    def retention(self) -> Retention | None:
+        """What retention has removed or is about to remove; a hint, asked for each time."""
+        return read_retention(self._store, self.name)
+
     # --- blobs -----------------------------------------------------------------------------
 
     def put_blob(self, version: int, name: str, data: bytes) -> BlobRef:
@@ -161,6 +166,11 @@ class Run:
         """The blob's bytes, proven by size and BLAKE3; CorruptBlobError names the key."""
         key = keys.blob(self.name, version, ref.name)
         return blobs.read_blob(self._store, key, ref, self._patience)
+
+    def has_blobs(self, version: int) -> bool:
+        """Whether the patch files of a version are there; nothing is read or waited for."""
+        names = [ref.name for ref in self.manifest(version).blobs]
+        return all(self._store.head(keys.blob(self.name, version, name)) for name in names)
 
     def delete_unnamed_blob(self, version: int, ref: BlobRef) -> None:
         """Delete a blob that the caller wrote and that no record names, nor will."""

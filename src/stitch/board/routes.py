@@ -15,12 +15,14 @@ from stitch.errors import (
     NoRouteError,
     UnsupportedFormatError,
     VersionNotFoundError,
+    VersionRemovedError,
 )
 from stitch.records import AnchorRecord, Manifest, MergedPatch
 from stitch.types import check_version
 
 if TYPE_CHECKING:
     from stitch.board.log import Run
+    from stitch.board.retired import Retention
 
 
 @dataclass(frozen=True)
@@ -115,35 +117,64 @@ def plan_route(
     """The cheapest route from version `have` (None: nothing usable) to `want`.
 
     `avoid` holds the `key` of steps that turned out bad; `v/00000003` alone means all steps that
-    lead to version 3. NoRouteError says what is missing. Where merged patches exist, a route over k
-    versions has O(log k) steps and is found in as many requests. While the patches are smaller than
-    the weights, no anchor can be cheaper and none is looked for.
+    lead to version 3. NoRouteError says what is missing; VersionRemovedError, that retention has
+    removed the wanted version. Where merged patches exist, a route over k versions has O(log k)
+    steps and is found in as many requests. While the patches are smaller than the weights, no
+    anchor can be cheaper and none is looked for.
     """
     check_version(want, "wanted version")
     if have == want:
         return Route(())
-    trip = _Trip(run, want, avoid)
-    ahead = have is not None and have < want
-    direct = trip.over_patches(have, run.record.num_bytes) if ahead and have is not None else None
-    if direct is not None:
-        return direct
-    best = trip.over_anchors()
-    if ahead and have is not None:
-        direct = trip.over_patches(have, float("inf") if best is None else best.num_bytes)
+    is_next = have is not None and have + 1 == want
+    retention = None if is_next else run.retention()
+    trip = _Trip(run, want, avoid, retention)
+    route = _best(trip, have)
+    if route is None and retention is not None:
+        # What retention is about to remove may still be there: here that is looked up.
+        route = _best(_Trip(run, want, avoid, retention, last_resort=True), have)
+    if route is None:
+        retention = retention or run.retention()
+        if retention is not None and want < retention.first:
+            raise VersionRemovedError(
+                f"version {want} of run {run.name!r} was removed by retention, which keeps "
+                f"versions from {retention.first} on ({trip.explanation(have)})"
+            )
+        raise NoRouteError(trip.explanation(have))
+    return route
+
+
+def _best(trip: _Trip, have: int | None) -> Route | None:
+    """The cheapest route of a trip from version `have`."""
+    start = have if have is not None and have < trip.want else None
+    if start is not None:
+        direct = trip.over_patches(start, trip.whole_bytes)
         if direct is not None:
             return direct
-    if best is None:
-        raise NoRouteError(trip.explanation(have))
-    return best
+    best = trip.over_anchors()
+    if start is None:
+        return best
+    limit = float("inf") if best is None else best.num_bytes
+    return trip.over_patches(start, limit) or best
 
 
 class _Trip:
     """Looks for steps that lead to one version, and remembers what stood in the way."""
 
-    def __init__(self, run: Run, want: int, avoid: frozenset[str]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        want: int,
+        avoid: frozenset[str],
+        retention: Retention | None,
+        *,
+        last_resort: bool = False,
+    ) -> None:
+        self.want = want
+        self.whole_bytes = run.record.num_bytes
         self._run = run
-        self._want = want
         self._avoid = avoid
+        self._retention = retention
+        self._last_resort = last_resort
         self._obstacles: dict[str, None] = {}
         self._onward: dict[int, Step | None] = {}
 
@@ -155,7 +186,7 @@ class _Trip:
         """
         steps: list[Step] = []
         place, num_bytes = have, 0
-        while place < self._want:
+        while place < self.want:
             step = self._longest(place)
             if step is None:
                 return None
@@ -174,7 +205,7 @@ class _Trip:
         """
         best: Route | None = None
         for version in sorted(self._run.anchors(), reverse=True):
-            if version > self._want:
+            if version > self.want:
                 continue
             limit = float("inf") if best is None else best.num_bytes
             after = self.over_patches(version, limit)
@@ -190,7 +221,7 @@ class _Trip:
 
     def _longest(self, place: int) -> Step | None:
         if place not in self._onward:
-            ways = (self._merged(place, end) for end in spans.ends(place, self._want))
+            ways = (self._merged(place, end) for end in spans.ends(place, self.want))
             merged = next((way for way in ways if way is not None), None)
             self._onward[place] = merged or self._patch(place + 1)
         return self._onward[place]
@@ -210,8 +241,12 @@ class _Trip:
         if self._avoids(version, keys.patch_step(version)):
             self._note(f"the patch of version {version} is known to be bad")
             return None
+        is_kept = self._retention is None or self._retention.has_patch(version)
         try:
-            return PatchStep(self._run.manifest(version))
+            if is_kept or (self._last_resort and self._run.has_blobs(version)):
+                return PatchStep(self._run.manifest(version))
+            self._note(f"the patch of version {version} was removed by retention")
+            return None
         except (VersionNotFoundError, CorruptRecordError, UnsupportedFormatError) as error:
             self._note(str(error))
             return None
@@ -242,6 +277,6 @@ class _Trip:
             else "an anchor of a later version would help"
         )
         return (
-            f"run {self._run.name!r}: no route from {start} to version {self._want}: "
+            f"run {self._run.name!r}: no route from {start} to version {self.want}: "
             f"{reasons}; {advice}"
         )

@@ -48,3 +48,12 @@ def spans(newest: int) -> Iterator[Span]:
         for start in range(0, newest - length + 1, length):
             yield start, start + length
         length *= 2
+
+
+def inside(span: Span) -> Iterator[Span]:
+    """All shorter spans within one."""
+    length = MIN_SPAN
+    while length < span[1] - span[0]:
+        for start in range(span[0], span[1], length):
+            yield start, start + length
+        length *= 2

@@ -15,6 +15,7 @@ from stitch.errors import (
     CorruptCheckpointError,
     NoRouteError,
     UsageError,
+    VersionRemovedError,
 )
 
 if TYPE_CHECKING:
@@ -73,12 +74,19 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def mirror_at(run: Run, version: int, args: argparse.Namespace, console: Console) -> Mirror:
     """The weights of a version in memory, from the base or an anchor, and patches."""
+    from stitch.mirror import AdvanceError
+
     scratch = Path(args.scratch) if args.scratch else None
     mirror = _from_base(run, args.base, args.threads, console)
     if mirror is None:
         mirror = _from_anchor(run, version, scratch, console)
-    with console.progress("applying patches") as progress:
-        mirror.advance(run, version, scratch=scratch, progress=progress, threads=args.threads)
+    try:
+        with console.progress("applying patches") as progress:
+            mirror.advance(run, version, scratch=scratch, progress=progress, threads=args.threads)
+    except AdvanceError as error:
+        if isinstance(error.__cause__, VersionRemovedError):
+            raise error.__cause__ from error
+        raise
     return mirror
 
 

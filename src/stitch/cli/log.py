@@ -31,8 +31,11 @@ def run(args: argparse.Namespace, context: Context) -> int:
     manifests = [run.manifest(version) for version in range(newest, first - 1, -1)]
     anchors = set(run.anchors())
     view_bytes = run.record.num_bytes
+    retention = run.retention()
     rows = [
-        version_record(manifest, view_bytes, manifest.version in anchors) for manifest in manifests
+        version_record(manifest, view_bytes, manifest.version in anchors)
+        | {"removed": retention is not None and not retention.has_patch(manifest.version)}
+        for manifest in manifests
     ]
     if first == 1 and len(rows) < args.count:
         rows.append(
@@ -45,6 +48,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
                 "bytes": view_bytes,
                 "share_of_view": 1.0,
                 "anchor": 0 in anchors,
+                "removed": False,
                 "digest": run.record.base_digest,
             }
         )
@@ -74,6 +78,7 @@ def _row(row: dict[str, object]) -> list[object]:
     density = row["density"]
     marks = ["base"] if row["version"] == 0 else []
     marks += ["anchor"] if row["anchor"] else []
+    marks += ["patch removed"] if row["removed"] else []
     return [
         row["version"],
         row["step"],

@@ -38,6 +38,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "checkout": ("checkout", "write a version as a plain Hugging Face checkpoint"),
     "anchor": ("anchor", "store a version whole on the board"),
     "compact": ("compact", "merge patches for replicas that are far behind"),
+    "gc": ("gc", "remove what a retention policy does not keep"),
 }
 """Verb -> (module under stitch.cli, summary)."""
 

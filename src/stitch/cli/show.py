@@ -27,6 +27,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     version = parse_version(args.version, run)
     record = _base(run) if version == 0 else _version(run, version)
     anchor = run.anchor(version)
+    retention = run.retention()
+    has_patch = version == 0 or retention is None or retention.has_patch(version)
+    record["patch_removed"] = not has_patch
     record["merged"] = merged_to(run, version)
     record["anchor"] = None if anchor is None else json.loads(anchor.to_json_bytes())
     context.console.result(record, _lines(record))

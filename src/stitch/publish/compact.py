@@ -97,9 +97,23 @@ class Compactor:
         if newest == self._seen:
             return
         new = {span for span in spans.spans(newest) if span[1] > self._seen}
-        present = set(self.run.merged_spans()) if self._seen == 0 else set()
-        self._left |= new - present
+        if self._seen == 0:
+            new -= self._done_with()
+        self._left |= new
         self._seen = newest
+
+    def _done_with(self) -> set[Span]:
+        """Spans that are on the board, or that retention has no use for beside a longer one."""
+        present = set(self.run.merged_spans())
+        retention = self.run.retention()
+        first = 0 if retention is None else retention.first
+        inside = {
+            (start, stop)
+            for whole in present
+            for start, stop in spans.inside(whole)
+            if stop <= first
+        }
+        return present | inside
 
     def _try(self, start: int, stop: int) -> MergedPatch | None:
         try:
