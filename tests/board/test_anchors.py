@@ -11,7 +11,8 @@ import pytest
 from board_kit import NO_WAITS, SCHEMA, digest, manifest, new_run, publish_through, run_record
 from safetensors.numpy import load_file, save_file
 
-from stitch.board import Board, Run, keys
+from stitch.board import Board, Run, keys, plan_route
+from stitch.board.anchor_list import AnchorList
 from stitch.board.anchors import local_name
 from stitch.errors import (
     BaseMismatchError,
@@ -105,6 +106,29 @@ def test_a_second_anchor_of_a_version_keeps_the_first(run: Run, tmp_path: Path) 
     first = run.write_anchor(0, single(tmp_path / "one"), writer="w1")
     assert run.write_anchor(0, sharded(tmp_path / "two"), writer="w2") == first
     assert run.anchor(0) == first
+
+
+def test_planning_reads_a_hint_instead_of_listing_all_versions(
+    board: Board, run: Run, tmp_path: Path
+) -> None:
+    publish_through(run, 3)
+    run.write_anchor(2, single(tmp_path / "in"), writer="w")
+    store = FaultyStore(board.store)
+    reader = Board(store, patience=NO_WAITS).open_run("math")
+    assert [step.to_version for step in plan_route(reader, None, 3).steps] == [2, 3]
+    assert store.counts["list"] == 0
+    for hint in (b"{}", b"\0" * 9, AnchorList(run="math", versions=(1,)).to_json_bytes(),
+                 AnchorList(run="x", versions=(2,)).to_json_bytes()):  # fmt: skip
+        board.store.put("math/anchors.json", hint, mode="overwrite")
+        assert [step.to_version for step in plan_route(reader, None, 3).steps] == [2, 3]
+    assert store.counts["list"] == 4
+    with pytest.raises(CorruptRecordError, match="field versions"):
+        AnchorList.parse(b'{"format":1,"run":"math","versions":[1,true]}', "k")
+    failing = FaultyStore(board.store)
+    failing.fail("anchors.json", times=None)
+    writer = Board(failing, patience=NO_WAITS).open_run("math")
+    writer.write_anchor(3, tmp_path / "in", writer="w")
+    assert run.anchors() == [2, 3]
 
 
 def test_an_anchor_of_other_content_or_of_no_version_is_refused(run: Run, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_kind_of_a_key_is_known() -> None:
         "m/v/00000008/from-00000004.json": "merged", "m/v/00000008/from-4.json": "blob",
         "m/v/00000008/from-00000004-ab-0.patch": "blob",
         "m/v/00000001/w.patch": "blob", "m/assets/ab/config.json": "blob",
-        "m/retention.json": "retention", "m/gc/ab.json": "mark",
+        "m/anchors.json": "anchors", "m/retention.json": "retention", "m/gc/ab.json": "mark",
         "m/replicas/r.json": "heartbeat", "epochs/00000001.json": "epoch",
         ".stitch-probe/1": "other",
     }  # fmt: skip

@@ -142,6 +142,8 @@ class Collector:
             reach("gc.deleting")
             if not self._delete(f"{self._run.name}/{key}"):
                 failed.add(key)
+        if any(key.endswith("/anchor.json") for key in doomed):
+            self._run.hint_at_anchors()
         reach("gc.swept")
         for info, mark in ripe.items():
             if not failed.intersection(mark.keys):

@@ -21,6 +21,7 @@ Kind = Literal[
     "blob",
     "head",
     "heartbeat",
+    "anchors",
     "retention",
     "mark",
     "epoch",
@@ -125,6 +126,11 @@ def heartbeat(run: str, replica: str) -> str:
     return f"{heartbeats_folder(run)}/{segment(replica, 'replica id')}.json"
 
 
+def anchor_list(run: str) -> str:
+    """Which versions have an anchor: a hint that saves readers a listing."""
+    return f"{check_run_name(run)}/anchors.json"
+
+
 def retention(run: str) -> str:
     """What retention has removed, or is about to: a hint that saves readers requests."""
     return f"{check_run_name(run)}/retention.json"
@@ -173,6 +179,8 @@ def kind_of(key: str) -> Kind:
             return "run"
         case [_, "head.json"]:
             return "head"
+        case [_, "anchors.json"]:
+            return "anchors"
         case [_, "retention.json"]:
             return "retention"
         case [_, "gc", _]:

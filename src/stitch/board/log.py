@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stitch.board import anchors, blobs, heartbeats, keys
+from stitch.board.anchor_list import read_anchor_list, write_anchor_list
 from stitch.board.anchors import Progress
 from stitch.board.heads import Heads
 from stitch.board.manifests import Manifests
@@ -16,13 +18,21 @@ from stitch.board.merged import MergedPatches, list_merged
 from stitch.board.retired import Retention, read_retention
 from stitch.board.schemas import read_schema
 from stitch.board.staging import Staging
-from stitch.errors import BaseMismatchError, SchemaMismatchError, UsageError, VersionNotFoundError
+from stitch.errors import (
+    BaseMismatchError,
+    SchemaMismatchError,
+    StoreError,
+    UsageError,
+    VersionNotFoundError,
+)
 from stitch.failpoints import reach
 from stitch.records import AnchorRecord, BlobRef, Heartbeat, Manifest, MergedPatch, RunRecord
 from stitch.types import Schema, VersionRef
 
 if TYPE_CHECKING:
     from stitch.board.board import Board
+
+log = logging.getLogger("stitch.board")
 
 
 class Run:
@@ -205,8 +215,19 @@ class Run:
     # --- anchors ---------------------------------------------------------------------------
 
     def anchors(self) -> list[int]:
-        """Versions stored whole, ascending."""
+        """Versions stored whole, ascending, by listing."""
         return anchors.list_anchors(self._store, self.name)
+
+    def hinted_anchors(self) -> list[int] | None:
+        """The same from a hint, in one request: some may be missing, or gone. None: no hint."""
+        return read_anchor_list(self._store, self.name)
+
+    def hint_at_anchors(self) -> None:
+        """List the anchors for those who read the hint; best effort."""
+        try:
+            write_anchor_list(self._store, self.name, self.anchors())
+        except StoreError as error:
+            log.warning("event=anchors_not_listed run=%s error=%s", self.name, error)
 
     def anchor(self, version: int) -> AnchorRecord | None:
         """The anchor of a version, None if it has none; CorruptRecordError if it is damaged."""
@@ -263,7 +284,10 @@ class Run:
     def commit_anchor(self, record: AnchorRecord) -> AnchorRecord:
         """Create the anchor's record after its files; returns the one that is in force."""
         digest = self.digest(record.version)
-        return anchors.commit_anchor(self._store, record, digest, self._patience)
+        found = anchors.commit_anchor(self._store, record, digest, self._patience)
+        reach("board.anchor.done")
+        self.hint_at_anchors()
+        return found
 
     def fetch_anchor(
         self,

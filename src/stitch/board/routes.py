@@ -200,11 +200,17 @@ class _Trip:
     def over_anchors(self) -> Route | None:
         """The cheapest route that begins with an anchor, if there is one.
 
-        Anchors are tried from the newest down, until the patches after one alone cost more than the
-        best route so far.
+        Only where the hint at the anchors leads nowhere they are listed.
         """
+        hinted = self._run.hinted_anchors()
+        best = None if hinted is None else self._over_some(hinted)
+        return best or self._over_some(self._run.anchors())
+
+    def _over_some(self, anchors: list[int]) -> Route | None:
+        """From the newest anchor down, until the patches after one alone cost more than the best
+        route so far."""
         best: Route | None = None
-        for version in sorted(self._run.anchors(), reverse=True):
+        for version in sorted(anchors, reverse=True):
             if version > self.want:
                 continue
             limit = float("inf") if best is None else best.num_bytes

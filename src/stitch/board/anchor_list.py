@@ -1,0 +1,66 @@
+"""`anchors.json`: a hint at the versions that have an anchor. Nothing depends on it.
+
+Whoever writes or deletes anchors lists the run and overwrites the hint; readers are spared the
+listing, which grows with the number of versions.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from stitch.board import keys
+from stitch.board.store import ObjectStore
+from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
+from stitch.records import FORMAT
+from stitch.strict_json import Fields, canonical_json
+from stitch.types import MAX_VERSION
+
+log = logging.getLogger("stitch.board")
+
+MAX_LIST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorList:
+    run: str
+    versions: tuple[int, ...]
+    format: int = FORMAT
+
+    def to_json_bytes(self) -> bytes:
+        return canonical_json(vars(self))
+
+    @classmethod
+    def parse(cls, data: bytes, key: str) -> AnchorList:
+        fields = Fields.of_record(data, key, FORMAT)
+        listed = fields.values.get("versions")
+        if not isinstance(listed, list) or not all(map(_is_version, listed)):
+            raise fields.error("versions", "is not a list of versions")
+        return cls(run=fields.run_name("run"), versions=tuple(sorted(set(listed))))
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_VERSION
+
+
+def read_anchor_list(store: ObjectStore, run: str) -> list[int] | None:
+    """Versions that the hint names, ascending; None if it is missing or cannot be used."""
+    key = keys.anchor_list(run)
+    try:
+        data = store.get(key, max_bytes=MAX_LIST_BYTES)
+        if data is None:
+            return None
+        found = AnchorList.parse(data, key)
+    except (StoreError, CorruptRecordError, UnsupportedFormatError) as error:
+        log.info("event=anchor_list_ignored error=%s", error)
+        return None
+    return list(found.versions) if found.run == run else None
+
+
+def write_anchor_list(store: ObjectStore, run: str, versions: list[int]) -> None:
+    """Overwrite the hint; best effort, never a StoreError."""
+    try:
+        data = AnchorList(run=run, versions=tuple(versions)).to_json_bytes()
+        store.put(keys.anchor_list(run), data, mode="overwrite")
+    except StoreError as error:
+        log.warning("event=anchor_list_not_written run=%s error=%s", run, error)
