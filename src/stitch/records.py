@@ -261,12 +261,16 @@ class AnchorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """`epochs/<n>.json`: from this epoch on, `writer` publishes and `run` is the current run."""
+    """`epochs/<n>.json`: from this epoch on, `writer` publishes and `run` is the current run.
+
+    `process` names the writer's process for those who share its machine; empty if it is unknown.
+    """
 
     epoch: int
     run: str
     writer: str
     created_unix_s: float
+    process: str = ""
     format: int = FORMAT
 
     def to_json_bytes(self) -> bytes:
@@ -280,6 +284,7 @@ class EpochRecord:
             run=fields.run_name("run"),
             writer=fields.text("writer"),
             created_unix_s=fields.number("created_unix_s"),
+            process=fields.text("process"),
         )
 
 

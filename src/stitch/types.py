@@ -68,6 +68,14 @@ class VersionRef:
     def __str__(self) -> str:
         return f"{self.run}@{self.version}"
 
+    @classmethod
+    def parse(cls, text: str) -> VersionRef:
+        """From `run@version`; UsageError for anything else."""
+        run, mark, number = text.rpartition("@")
+        if not mark or not re.fullmatch(r"0|[1-9][0-9]{0,7}", number):
+            raise UsageError(f"a version of a run is written RUN@VERSION, got {text!r:.200}")
+        return cls(run, int(number))
+
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,

@@ -148,7 +148,7 @@ def test_another_writers_version_ends_the_publisher(world: World) -> None:
     rival = Publisher.resume(world.clean, "r", world.base)
     world.store.hide("epochs/", times=None)  # so that only the manifest stands between them
     model = TinyModel()
-    assert rival.publish(model).wait(DEADLINE_S) == VersionRef("r", 2)
+    assert rival.ref == VersionRef("r", 2)  # the version that fences the first one off
     with pytest.raises(PublishConflictError, match="r@2"):
         world.publish()
     with pytest.raises(PublisherClosedError) as caught:
@@ -168,10 +168,10 @@ def test_a_newer_epoch_ends_the_publisher_before_it_writes_a_manifest(world: Wor
     with pytest.raises(PublisherClosedError, match="StaleEpochError"):
         world.publisher.publish(world.model)
     world.publisher.close()
-    assert world.clean.open_run("r").newest() == 1
-    assert rival.publish(world.model).wait(DEADLINE_S) == VersionRef("r", 2)
+    assert world.clean.open_run("r").newest() == 2  # which fenced it off
+    assert rival.publish(world.model).wait(DEADLINE_S) == VersionRef("r", 3)
     rival.close()
-    world.assert_published(2)
+    world.assert_published(3)
 
 
 def test_what_waits_behind_a_fatal_failure_fails_too(world: World) -> None:

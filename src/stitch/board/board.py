@@ -111,6 +111,19 @@ class Board:
         self.check_store()
         return self._epochs.begin(run, writer)
 
+    def end_epoch(self, epoch: EpochRecord) -> None:
+        """Say that nothing of `epoch` will be published any more, which spares the next publisher
+        a fence. Only its own publisher may, once no commit of it is under way or in doubt."""
+        self._epochs.end(epoch)
+
+    def is_fenced(self, epoch: EpochRecord, published: int) -> bool:
+        """Whether it is sure that no publisher of an earlier epoch can still publish into the run,
+        whose newest version is of epoch `published` (0: there is none).
+
+        One that sleeps between its look at the epochs and its commit would wake up and commit.
+        """
+        return self._epochs.is_over(epoch.run, epoch.epoch, published)
+
     def check_store(self) -> None:
         """Once per board: StoreUnsuitableError unless the store keeps create-if-absent."""
         with self._check_lock:

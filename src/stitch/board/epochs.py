@@ -11,15 +11,18 @@ import time
 
 from stitch.board import keys
 from stitch.board.creation import Patience, create_record
+from stitch.board.process import is_gone, this_process
 from stitch.board.sequence import last_in_sequence
 from stitch.board.store import ObjectStore
-from stitch.errors import CorruptRecordError
+from stitch.errors import CorruptRecordError, UnsupportedFormatError
 from stitch.records import EpochRecord
 from stitch.types import MAX_VERSION
 
 log = logging.getLogger("stitch.board")
 
 MAX_EPOCH_BYTES = 2**20
+MAX_LOOKED_BACK = 64
+"""Epochs, of other runs mostly, that are read to find the last one of a run."""
 
 
 class Epochs:
@@ -55,7 +58,13 @@ class Epochs:
         number = last_in_sequence(self._exists, self._highest, limit=MAX_VERSION)
         while True:
             number += 1
-            record = EpochRecord(epoch=number, run=run, writer=writer, created_unix_s=time.time())
+            record = EpochRecord(
+                epoch=number,
+                run=run,
+                writer=writer,
+                created_unix_s=time.time(),
+                process=this_process(),
+            )
             key = keys.epoch(number)
             data = record.to_json_bytes()
             EpochRecord.parse(data, key)
@@ -65,6 +74,41 @@ class Epochs:
                     self._highest = max(self._highest, number)
                 log.info("event=epoch_began epoch=%d run=%s writer=%s", number, run, writer)
                 return record
+
+    def end(self, record: EpochRecord) -> None:
+        """Say that `record`'s publisher is done: the next one needs no fence against it."""
+        key = keys.epoch_end(record.epoch)
+        create_record(self._store, key, record.to_json_bytes(), self._patience)
+
+    def is_over(self, run: str, before: int, published: int) -> bool:
+        """Whether no publisher of an epoch of `run` below `before` can publish any more.
+
+        True only where that is sure. `published` is the epoch of the newest version: its publisher
+        had seen to it that all before were over. A publisher is over if it said so, or if its
+        process is gone.
+        """
+        for number in range(before - 1, max(0, before - 1 - MAX_LOOKED_BACK), -1):
+            record = self._read(number)
+            if record is None:
+                return False  # damaged: whose it was is not known
+            if record.run != run:
+                continue
+            if self._has_ended(record):
+                return True
+            if not is_gone(record.process):
+                return False
+            if number <= published:
+                return True
+        return before - 1 <= MAX_LOOKED_BACK
+
+    def _has_ended(self, record: EpochRecord) -> bool:
+        key = keys.epoch_end(record.epoch)
+        try:
+            data = self._store.get(key, max_bytes=MAX_EPOCH_BYTES)
+            return data is not None and EpochRecord.parse(data, key) == record
+        except (CorruptRecordError, UnsupportedFormatError) as error:
+            log.warning("event=damaged_epoch_end key=%s error=%s", key, error)
+            return False
 
     def _exists(self, number: int) -> bool:
         with self._lock:

@@ -104,6 +104,18 @@ class Mirror:
             f"{self._digest}; start from that base, or from an anchor of the run"
         )
 
+    def enter(self, fork: Run) -> None:
+        """Go from the version that `fork` was forked from to its version 0: the same weights.
+
+        Raises BaseMismatchError if they are not its base.
+        """
+        if self.ref != fork.record.parent or self._digest != fork.record.base_digest:
+            raise BaseMismatchError(
+                f"run {fork.name!r} was forked from {fork.record.parent} with digest "
+                f"{fork.record.base_digest}; the mirror holds {self.ref} with digest {self._digest}"
+            )
+        self.ref = VersionRef(fork.name, 0)
+
     def _check_schema(self, run: Run) -> None:
         if self.schema.digest == run.schema.digest:
             return

@@ -1,4 +1,4 @@
-"""Where a publisher begins: a new run from its base, or an old run at its newest version."""
+"""Where a publisher begins: a new run from its base, a fork, or an old run's newest version."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from pathlib import Path
 
 from stitch.board import Board, Run, open_board
 from stitch.errors import (
-    CorruptBlobError,
+    BaseMismatchError,
     LineageError,
+    NoRouteError,
     RunExistsError,
     StoreError,
     StoreUnsuitableError,
     UsageError,
+    VersionRemovedError,
 )
-from stitch.mirror import AdvanceError, Mirror
+from stitch.mirror import (
+    AdvanceError,
+    Mirror,
+    from_anchor_on_line,
+    lead,
+    recognise,
+    root_base,
+)
 from stitch.publish.base import describe_base, read_assets, resolve_base
 from stitch.records import EpochRecord, RunRecord
 from stitch.tensors import open_checkpoint
 from stitch.tensors.reader import Progress
-from stitch.types import check_run_name
+from stitch.types import VersionRef, check_run_name
 from stitch.views import ViewReader
 
 log = logging.getLogger(__name__)
@@ -54,11 +63,14 @@ def sweep(board: Board) -> None:
         log.warning("event=sweep_failed board=%s error=%s", board.url, error)
 
 
-def check_view(board: Board, run: str, view: str) -> None:
-    """Raise UsageError unless `run` publishes `view`."""
-    found = board.open_run(run).record.view
-    if found != view:
-        raise UsageError(f"run {run!r} publishes view {found!r}, not {view!r}")
+def check_same(board: Board, run: str, view: str | None, parent: VersionRef | str | None) -> None:
+    """Raise UsageError unless `run` publishes `view` and was forked from `parent`, where given."""
+    record = board.open_run(run).record
+    if view is not None and record.view != view:
+        raise UsageError(f"run {run!r} publishes view {record.view!r}, not {view!r}")
+    if parent is not None and str(record.parent) != str(parent):
+        was = f"forked from {record.parent}" if record.parent else "not forked"
+        raise UsageError(f"run {run!r} exists and was {was}, not from {parent}")
 
 
 def start_run(
@@ -95,6 +107,66 @@ def start_run(
     return Lineage(run=created, baseline=baseline, epoch=board.begin_epoch(run, writer))
 
 
+def fork_run(
+    board: Board,
+    run: str,
+    parent: VersionRef,
+    base: str | Path | None,
+    progress: Progress | None,
+    threads: int | None,
+    scratch: Path | None,
+) -> tuple[Run, Mirror]:
+    """Create `run`, whose version 0 is `parent`: its weights are rebuilt and proven, not copied.
+
+    Raises as `resume_run` does, and VersionNotFoundError or VersionRemovedError for the parent.
+    """
+    board.check_store()
+    check_absent(board, check_run_name(run))
+    origin = board.open_run(parent.run)
+    digest = origin.digest(parent.version)
+    baseline = rebuilt(origin, parent.version, base, progress, threads, scratch)
+    if baseline.digest != digest:
+        raise BaseMismatchError(f"{parent} has digest {digest}, rebuilt was {baseline.digest}")
+    assets = tuple(
+        board.put_asset(run, ref.name, origin.read_asset(ref)) for ref in origin.record.assets
+    )
+    record = RunRecord(
+        run=run,
+        base=str(parent),
+        view=origin.record.view,
+        base_digest=digest,
+        schema_digest=origin.record.schema_digest,
+        num_bytes=origin.record.num_bytes,
+        created_unix_s=time.time(),
+        writer=new_writer(),
+        parent=parent,
+        assets=assets,
+    )
+    created = board.create_run(record, baseline.schema)
+    baseline.enter(created)
+    log.info("event=forked run=%s parent=%s digest=%s", run, parent, digest)
+    return created, baseline
+
+
+def start_fork(
+    board: Board,
+    run: str,
+    parent: VersionRef | str,
+    base: str | Path | None,
+    view: str | None,
+    progress: Progress | None,
+    threads: int | None,
+    scratch: Path | None,
+) -> Lineage:
+    """A fork of `parent`, and the right to publish into it; see Publisher.start."""
+    ref = VersionRef.parse(parent) if isinstance(parent, str) else parent
+    if view is not None:
+        check_same(board, ref.run, view, None)
+    created, baseline = fork_run(board, run, ref, base, progress, threads, scratch)
+    epoch = board.begin_epoch(run, new_writer())
+    return Lineage(run=created, baseline=baseline, epoch=epoch)
+
+
 def check_absent(board: Board, run: str) -> None:
     """Raise RunExistsError if the board has the run."""
     if run in board.runs():
@@ -113,52 +185,64 @@ def resume_run(
     found = board.open_run(run)
     board.check_store()
     sweep(board)
-    baseline = _base_mirror(found, base, progress, threads) or _anchor_mirror(found, scratch)
-    _advance(found, baseline, scratch, threads)
+    baseline = rebuilt(found, None, base, progress, threads, scratch)
     epoch = board.begin_epoch(run, new_writer())
-    _advance(found, baseline, scratch, threads)  # over what was published until just now
+    _advance(found, baseline, None, scratch, threads)  # over what was published until just now
     log.info("event=resumed run=%s newest=%s epoch=%d", run, baseline.ref, epoch.epoch)
     return Lineage(run=found, baseline=baseline, epoch=epoch)
+
+
+def rebuilt(
+    run: Run,
+    version: int | None,
+    base: str | Path | None,
+    progress: Progress | None,
+    threads: int | None,
+    scratch: Path | None,
+) -> Mirror:
+    """A mirror at `version` (None: the newest), from the base or an anchor, of `run` or of what
+    it was forked from. LineageError if the board cannot reproduce it."""
+    mirror = _base_mirror(run, base, progress, threads)
+    if mirror is None:
+        mirror = _anchor_mirror(run, version, scratch)
+    _advance(run, mirror, version, scratch, threads)
+    return mirror
 
 
 def _base_mirror(
     run: Run, base: str | Path | None, progress: Progress | None, threads: int | None
 ) -> Mirror | None:
-    """The run's base from its checkpoint, or None if that is absent or another one."""
+    """The base of the run, or of what it was forked from, from its checkpoint; None if that is
+    absent or another one."""
     try:
-        with open_checkpoint(resolve_base(run.record.base if base is None else base)) as checkpoint:
+        with open_checkpoint(resolve_base(root_base(run) if base is None else base)) as checkpoint:
             mirror = Mirror.load(ViewReader(checkpoint, run.record.view), progress, threads)
-        mirror.identify(run)
+        recognise(mirror, run)
         return mirror
     except UsageError as error:
         log.warning("event=base_not_usable run=%s error=%s", run.name, error)
         return None
 
 
-def _anchor_mirror(run: Run, scratch: Path | None) -> Mirror:
-    """The newest anchor that is intact."""
-    faults: list[str] = []
-    for version in sorted(run.anchors(), reverse=True):
-        try:
-            anchor = run.anchor(version)
-            if anchor is not None:
-                return Mirror.from_anchor(run, anchor, scratch=scratch)
-        except (CorruptBlobError, UsageError) as error:
-            faults.append(f"anchor {version}: {error}")
-    raise LineageError(
-        f"run {run.name!r} cannot be continued: its base ({run.record.base}, digest "
-        f"{run.record.base_digest}) is not at hand and there is no usable anchor"
-        + "".join(f"; {fault}" for fault in faults)
-    )
-
-
-def _advance(run: Run, mirror: Mirror, scratch: Path | None, threads: int | None) -> None:
+def _anchor_mirror(run: Run, version: int | None, scratch: Path | None) -> Mirror:
     try:
-        mirror.advance(run, scratch=scratch, threads=threads)
-    except AdvanceError as error:
-        if isinstance(error.__cause__, StoreError):
-            raise error.__cause__ from error
+        return from_anchor_on_line(run, version, scratch=scratch)
+    except NoRouteError as error:
         raise LineageError(
-            f"run {run.name!r} cannot be continued: its newest version cannot be "
-            f"reproduced: {error}"
+            f"run {run.name!r} cannot be continued: its base ({run.record.base}, digest "
+            f"{run.record.base_digest}) is not at hand; {error}"
+        ) from error
+
+
+def _advance(
+    run: Run, mirror: Mirror, version: int | None, scratch: Path | None, threads: int | None
+) -> None:
+    try:
+        lead(mirror, run, version, scratch=scratch, threads=threads)
+    except AdvanceError as error:
+        if isinstance(error.__cause__, StoreError | VersionRemovedError):
+            raise error.__cause__ from error
+        wanted = "its newest version" if version is None else f"version {version}"
+        raise LineageError(
+            f"run {run.name!r} cannot be continued: {wanted} cannot be reproduced: {error}"
         ) from error

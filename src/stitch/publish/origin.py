@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from stitch.board import AnchorStep, Run, plan_route
-from stitch.errors import CorruptBlobError, StoreError, UsageError
-from stitch.mirror import Mirror
+from stitch.errors import CorruptBlobError, NoRouteError, StoreError, UsageError
+from stitch.mirror import Mirror, from_anchor_on_line, lead, recognise, root_base
 from stitch.publish.base import resolve_base
 from stitch.records import AnchorRecord
 from stitch.tensors import open_checkpoint
@@ -26,7 +26,7 @@ class Origin:
     ) -> None:
         """`base`: a checkpoint; None: where the run record says it is."""
         self._run = run
-        self._base: str | Path | None = run.record.base if base is None else base
+        self._base: str | Path | None = root_base(run) if base is None else base
         self._scratch = scratch
         self._threads = threads
         self._kept: tuple[int, Path] | None = None
@@ -40,9 +40,13 @@ class Origin:
     def mirror(self, version: int) -> Mirror:
         """A mirror at some version from which `version` can be reached.
 
-        Raises NoRouteError if the base is not at hand and no intact anchor leads there.
+        Raises NoRouteError if the base is not at hand and no intact anchor leads there, of the run
+        or of what it was forked from; AdvanceError if the fork cannot be reached.
         """
-        return self._from_base() or self._from_anchor(version)
+        mirror = self._from_base() or self._from_anchor(version)
+        if mirror.ref is not None and mirror.ref.run != self._run.name:
+            lead(mirror, self._run, 0, scratch=self._scratch, threads=self._threads)
+        return mirror
 
     def _from_base(self) -> Mirror | None:
         if self._base is None:
@@ -57,7 +61,12 @@ class Origin:
     def _from_anchor(self, version: int) -> Mirror:
         bad: set[str] = set()
         while True:
-            step = plan_route(self._run, None, version, avoid=frozenset(bad)).steps[0]
+            try:
+                step = plan_route(self._run, None, version, avoid=frozenset(bad)).steps[0]
+            except NoRouteError:
+                if self._run.record.parent is None:
+                    raise
+                return from_anchor_on_line(self._run, version, scratch=self._scratch)
             assert isinstance(step, AnchorStep), "from nothing, only an anchor is a first step"
             try:
                 return self._load(self._fetched(step.record), "checkpoint", (step.to_version,))
@@ -68,7 +77,7 @@ class Origin:
     def _load(self, path: Path, view: str, versions: tuple[int, ...]) -> Mirror:
         with open_checkpoint(path) as checkpoint:
             mirror = Mirror.load(ViewReader(checkpoint, view), threads=self._threads)
-        mirror.identify(self._run, versions)
+        recognise(mirror, self._run, versions)
         return mirror
 
     def _fetched(self, anchor: AnchorRecord) -> Path:

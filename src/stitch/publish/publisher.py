@@ -16,7 +16,15 @@ from stitch.board import Board, Run
 from stitch.errors import RunExistsError, StitchError, UsageError
 from stitch.failpoints import reach
 from stitch.publish.anchoring import AnchorRule, AnchorWriter
-from stitch.publish.lineage import Lineage, as_board, check_view, resume_run, start_run
+from stitch.publish.fence import end_epoch, fence
+from stitch.publish.lineage import (
+    Lineage,
+    as_board,
+    check_same,
+    resume_run,
+    start_fork,
+    start_run,
+)
 from stitch.publish.merging import BackgroundMerging
 from stitch.publish.pipeline import Pipeline
 from stitch.publish.queue import Job, Published, SnapshotQueue
@@ -54,20 +62,32 @@ class Publisher:
         cls,
         board: Board | str | Path,
         run: str,
-        base: str | Path,
-        view: str = "bf16",
+        base: str | Path | None = None,
+        view: str | None = None,
         *,
+        parent: VersionRef | str | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> Self:
-        """Create `run` on the board, with the weights of `base` as its version 0.
+        """Create `run` on the board, with the weights of `base`, or of `parent`, as its version 0.
 
-        `base` is a safetensors file, a checkpoint directory or a Hugging Face hub name; `options`
-        are the fields of PublisherSettings. Raises RunExistsError if the board has the run
-        (`resume` or `open` it), UsageError or CorruptCheckpointError for an unusable base.
+        `base` is a safetensors file, a checkpoint directory or a Hugging Face hub name, `view` by
+        default "bf16". `parent` is a version of another run on the board, "math@7": the run is
+        forked from it, with the same view; no weights are copied, and `base` may then say where the
+        parent run's base is. `options` are the fields of PublisherSettings. Raises RunExistsError
+        if the board has the run (`resume` or `open` it), UsageError or CorruptCheckpointError for
+        an unusable base, VersionNotFoundError or LineageError for an unusable parent.
         """
         settings = PublisherSettings.of(options)
-        lineage = start_run(as_board(board), run, base, view, progress, settings.threads)
+        where = as_board(board)
+        if parent is not None:
+            lineage = start_fork(
+                where, run, parent, base, view, progress, settings.threads, settings.scratch
+            )
+        elif base is not None:
+            lineage = start_run(where, run, base, view or "bf16", progress, settings.threads)
+        else:
+            raise UsageError(f"run {run!r} needs a base checkpoint, or a parent to fork it from")
         return cls(lineage, settings)
 
     @classmethod
@@ -84,8 +104,10 @@ class Publisher:
 
         `base` (default: where the run record says) spares fetching an anchor; one that is absent
         or is not the run's base is done without. Begins a new epoch, which stops a publisher that
-        still runs. Raises RunNotFoundError, LineageError if the newest version cannot be
-        reproduced, and StoreError if the store fails meanwhile.
+        still runs. Unless that one is known to be gone, the first thing published is a version that
+        changes nothing, and takes the number that it might else still publish (see `ref`). Raises
+        RunNotFoundError, LineageError if the newest version cannot be reproduced, and StoreError if
+        the store fails meanwhile.
         """
         settings = PublisherSettings.of(options)
         lineage = resume_run(
@@ -98,21 +120,22 @@ class Publisher:
         cls,
         board: Board | str | Path,
         run: str,
-        base: str | Path,
-        view: str = "bf16",
+        base: str | Path | None = None,
+        view: str | None = None,
         *,
+        parent: VersionRef | str | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> Self:
         """`start` the run, or `resume` it if the board has it already.
 
-        Raises UsageError if the run exists with another view.
+        Raises UsageError if the run exists with another view, or another parent than `parent`.
         """
         where = as_board(board)
         try:
-            return cls.start(where, run, base, view, progress=progress, **options)
+            return cls.start(where, run, base, view, parent=parent, progress=progress, **options)
         except RunExistsError:
-            check_view(where, run, view)
+            check_same(where, run, view or (None if parent else "bf16"), parent)
             return cls.resume(where, run, base, progress=progress, **options)
 
     def __init__(self, lineage: Lineage, settings: PublisherSettings) -> None:
@@ -127,6 +150,7 @@ class Publisher:
             threads=settings.threads,
             retry=settings.retry,
         )
+        fence(self._pipeline)
         self._queue = SnapshotQueue(self._run.name, self._run.schema, settings.when_busy)
         self._anchors = AnchorWriter(
             lineage.run,
@@ -137,6 +161,7 @@ class Publisher:
         )
         self._shadow = shadow_for(settings.snapshot, self._run.schema)
         self._snapshotting = threading.Lock()
+        self._ended = False
         self._pid = os.getpid()
         self._worker = threading.Thread(
             target=self._work, name=f"stitch-publisher-{self._run.name}", daemon=True
@@ -219,6 +244,9 @@ class Publisher:
         if self._merging is not None:
             self._merging.close()
         atexit.unregister(self._at_exit)
+        if not (self._ended or self._pipeline.in_doubt):
+            self._ended = True
+            end_epoch(self._run, self._pipeline.epoch)
         self._raise_unnoticed()
 
     def __enter__(self) -> Self:
