@@ -39,6 +39,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "anchor": ("anchor", "store a version whole on the board"),
     "compact": ("compact", "merge patches for replicas that are far behind"),
     "gc": ("gc", "remove what a retention policy does not keep"),
+    "fsck": ("fsck", "check everything that a run has on the board"),
 }
 """Verb -> (module under stitch.cli, summary)."""
 
