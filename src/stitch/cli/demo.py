@@ -24,6 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tiny", action="store_true", help="a tiny random model: under a minute in all"
     )
     parser.add_argument(
+        "--engine",
+        choices=("embedded", "vllm"),
+        default="embedded",
+        help="what the replicas serve with (default: embedded); with vllm there are two, not three",
+    )
+    parser.add_argument(
+        "--engine-python",
+        metavar="PY",
+        type=Path,
+        help="interpreter of the environment that vLLM is installed in (default: this one)",
+    )
+    parser.add_argument(
         "--steps", type=positive_int, default=8, metavar="N", help="optimiser steps (default: 8)"
     )
     parser.add_argument(
@@ -43,6 +55,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
     from stitch.demo.supervise import run_demo
 
     settings = DemoSettings(
-        tiny=args.tiny, model=args.model, steps=args.steps, work=args.work, report=args.out
+        tiny=args.tiny,
+        model=args.model,
+        engine=args.engine,
+        engine_python=args.engine_python,
+        steps=args.steps,
+        work=args.work,
+        report=args.out,
     )
     return run_demo(settings)

@@ -65,6 +65,7 @@ def write_report(
     report = {
         "bit_exact": outcome.bit_exact,
         "model": "tiny random llama" if settings.tiny else settings.model or DEFAULT_MODEL,
+        "engine": settings.engine,
         "seconds": round(seconds, 1),
         "view_bytes": outcome.view_bytes,
         "trainer": {

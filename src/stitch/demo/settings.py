@@ -11,6 +11,36 @@ RUN = "demo"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Which replicas there are. `late` joins when others serve; `killed` is killed and restarted.
+
+    patience: how many times as long as the embedded engine such an engine takes to start, about;
+    the trainer's steps are as many times slower and more. rest_s: between long requests to a tiny
+    model, which would else take all of the cores that others need for starting.
+    """
+
+    early: tuple[str, ...]
+    late: str
+    killed: str
+    patience: int
+    rest_s: float
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.early, self.late)
+
+    def joined(self, name: str) -> str:
+        return {self.late: "late", self.killed: "restarted"}.get(name, "start")
+
+
+CASTS = {
+    "embedded": Cast(early=("r1", "r2"), late="r3", killed="r2", patience=1, rest_s=0.2),
+    "vllm": Cast(early=("r1",), late="r2", killed="r1", patience=4, rest_s=6.0),
+}
+"""By kind of engine. A vLLM takes 2.5 GB and half a minute of a core to start: two must do."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoSettings:
     """Choices of `stitch demo`."""
 
@@ -18,6 +48,10 @@ class DemoSettings:
     """A small random model instead of a real one."""
     model: str | None = None
     """A model directory or a hub name; None: SmolLM2-135M-Instruct."""
+    engine: str = "embedded"
+    """What the replicas serve with; one of CASTS."""
+    engine_python: Path | None = None
+    """Interpreter of the environment that the engine is installed in; None: this one."""
     steps: int = 8
     """Optimiser steps, and versions, at least."""
     work: Path | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import threading
@@ -13,22 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stitch.board import Board, Run, open_board
+from stitch.board import Run
 from stitch.codec import warm
-from stitch.demo.events import EventReader
+from stitch.demo.fleet import Fleet
 from stitch.demo.long_requests import LongRequests, post_json
 from stitch.demo.models import prepare_model
-from stitch.demo.processes import Child, ChildDiedError, child_environment, stop_all
+from stitch.demo.processes import ChildDiedError
 from stitch.demo.progress import Progress
 from stitch.demo.report import Outcome, Proof, print_report, write_report
-from stitch.demo.settings import RUN, DemoSettings, TrainerPlan, spare_cpus
+from stitch.demo.settings import RUN, DemoSettings
 from stitch.demo.watch import FleetWatch
 from stitch.errors import FatalError, UsageError
 from stitch.types import Schema, TensorSpec
 
-LATE, KILLED = "r3", "r2"
-EARLY = ("r1", KILLED)
-REPLICAS = (*EARLY, LATE)
 LATE_AT, KILL_AT = 3, 4
 TICK_S = 0.1
 LOOK_EVERY_S = 0.5
@@ -89,61 +85,6 @@ def compile_once(say: Callable[[str], None]) -> None:
         say(f"compiled the codec's loops in {took_s:.0f} s (once on a machine)")
 
 
-class Fleet:
-    """The demo's processes. Leaving the `with` block ends all of them."""
-
-    def __init__(self, settings: DemoSettings, work: Path, model: Path) -> None:
-        self.settings = settings
-        self.work = work
-        self.model = model
-        self.board_dir = work / "board"
-        self.enough = work / "enough"
-        self.events = EventReader(work / "trainer-events.jsonl")
-        self.children: dict[str, Child] = {}
-        self._all: list[Child] = []
-        self.board: Board = open_board(self.board_dir)
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stop_all(self._all)
-
-    def start_trainer(self) -> None:
-        threads = spare_cpus(taken=2)
-        plan = self.work / "trainer-plan.json"
-        plan.write_text(json.dumps(self._plan(threads).to_json(), indent=1), encoding="utf-8")
-        self._start("trainer", "stitch.demo.trainer", [str(plan)], child_environment(threads))
-
-    def start_replica(self, name: str) -> None:
-        args = ["serve", "--engine", "embedded", "--board", str(self.board_dir), "--run", RUN]
-        args += ["--model", str(self.model), "--replica-id", name, "--port", "0"]
-        args += ["--poll-interval-s", "0.2", "--heartbeat-interval-s", "1"]
-        args += ["--threads", "1", "--dtype", "auto"]
-        self._start(name, "stitch.cli", args, child_environment())
-
-    def _start(self, name: str, module: str, args: list[str], environment: dict[str, str]) -> None:
-        child = Child(name, module, args, self.work / f"{name}.log", environment)
-        self.children[name] = child
-        self._all.append(child)
-
-    def _plan(self, threads: int) -> TrainerPlan:
-        settings = self.settings
-        return TrainerPlan(
-            board=str(self.board_dir),
-            run=RUN,
-            model=str(self.model),
-            events=str(self.work / "trainer-events.jsonl"),
-            enough=str(self.enough),
-            num_replicas=len(EARLY),
-            steps=settings.steps,
-            max_steps=settings.steps * (3 if settings.tiny else 2),
-            min_step_s=1.0 if settings.tiny else 0.0,
-            max_tokens=12,
-            threads=threads,
-        )
-
-
 @dataclass
 class Story:
     """What happens when. `tick` is called again and again until the trainer is done."""
@@ -161,14 +102,14 @@ class Story:
 
     def run(self) -> Outcome:
         fleet = self.fleet
-        self.progress.say("starting the trainer and two replicas")
+        self.progress.say(f"starting the trainer and {_counted(len(fleet.cast.early))}")
         fleet.start_trainer()
-        for name in EARLY:
+        for name in fleet.cast.early:
             fleet.start_replica(name)
         self._wait_for_run()
-        tokens, pause_s = (400, 0.2) if fleet.settings.tiny else (160, 8.0)
+        tokens, pause_s = (400, fleet.cast.rest_s) if fleet.settings.tiny else (160, 8.0)
         self.requests = LongRequests(self._url_of, tokens, pause_s)
-        for name in REPLICAS:
+        for name in fleet.cast.all:
             self.requests.start(name)
         try:
             while not self.final:
@@ -233,40 +174,52 @@ class Story:
 
     def _act(self) -> None:
         """The late start, the kill, the restart, and the word to the trainer that it suffices."""
-        fleet = self.fleet
-        if LATE not in fleet.children and self.newest >= LATE_AT:
-            self.progress.say(f"version {self.newest}: starting a third replica, {LATE}")
-            fleet.start_replica(LATE)
-        elif self.killed_at is None and self.newest >= KILL_AT:
+        fleet, cast = self.fleet, self.fleet.cast
+        if cast.late not in fleet.children and self.newest >= LATE_AT:
+            self.progress.say(f"version {self.newest}: starting one more replica, {cast.late}")
+            fleet.start_replica(cast.late)
+        elif self.killed_at is None and self.newest >= KILL_AT and self._others_serve():
             self._kill()
-        elif self.killed_at is not None and not self.restarted and self.newest > self.killed_at:
-            self.progress.say(f"version {self.newest}: starting {KILLED} again")
-            fleet.start_replica(KILLED)
+        elif self.killed_at is not None and not self.restarted and self._is_behind():
+            self.progress.say(f"version {self.newest}: starting {cast.killed} again")
+            fleet.start_replica(cast.killed)
             self.restarted = True
         elif self._all_there() and not fleet.enough.exists():
             fleet.enough.touch()
 
+    def _others_serve(self) -> bool:
+        """Whether requests find a replica while the one to be killed is not there."""
+        cast = self.fleet.cast
+        return any(self.watch.ready_at(name, 1) for name in cast.all if name != cast.killed)
+
+    def _is_behind(self) -> bool:
+        """Whether there is something that the killed replica missed, or nothing more to come."""
+        return self.newest > (self.killed_at or 0) or bool(self.final)
+
     def _kill(self) -> None:
-        child = self.fleet.children.pop(KILLED)
+        name = self.fleet.cast.killed
+        child = self.fleet.children.pop(name)
         self.killed_at = self.newest
-        beat = self.watch.beats.get(KILLED)
+        beat = self.watch.beats.get(name)
         self.killed_boot = beat.boot if beat else None
-        self.progress.say(f"version {self.newest}: SIGKILL to {KILLED} (pid {child.pid})")
+        self.progress.say(f"version {self.newest}: SIGKILL to {name} (pid {child.pid})")
         child.kill()
 
     def _all_there(self) -> bool:
         """Whether the late and the restarted replica serve what was new when they began."""
-        if not self.restarted or LATE not in self.fleet.children:
+        cast = self.fleet.cast
+        if not self.restarted or cast.late not in self.fleet.children:
             return False
-        back = self.watch.ready_at(KILLED, KILL_AT, other_than_boot=self.killed_boot)
-        return back and self.watch.ready_at(LATE, LATE_AT)
+        back = self.watch.ready_at(cast.killed, KILL_AT, other_than_boot=self.killed_boot)
+        return back and self.watch.ready_at(cast.late, LATE_AT)
 
     def _url_of(self, replica: str) -> str | None:
         """Where `replica` can be reached; None while it is known not to be there."""
         beat = self.watch.beats.get(replica)
         if beat is None or not beat.ready or replica not in self.fleet.children:
             return None
-        if replica == KILLED and beat.boot == self.killed_boot and self.restarted:
+        killed = self.fleet.cast.killed
+        if replica == killed and beat.boot == self.killed_boot and self.restarted:
             return None
         return beat.url
 
@@ -277,7 +230,7 @@ class Story:
         version = self.final["version"]
         self.progress.say(f"trainer done at version {version}; waiting for the replicas")
         deadline_s = time.monotonic() + CATCH_UP_TIMEOUT_S
-        while not all(self._at(name, version) for name in REPLICAS):
+        while not (self.restarted and all(self._at(n, version) for n in self.fleet.cast.all)):
             self._look()
             self._check(tuple(self.fleet.children))
             self._act()
@@ -286,7 +239,7 @@ class Story:
             _pause()
 
     def _at(self, name: str, version: int) -> bool:
-        boot = self.killed_boot if name == KILLED else None
+        boot = self.killed_boot if name == self.fleet.cast.killed else None
         return self.watch.ready_at(name, version, other_than_boot=boot)
 
     def _states(self) -> str:
@@ -295,13 +248,14 @@ class Story:
             f"{name}: {beats[name].state.value} at {beats[name].applied}, {beats[name].reason}"
             if name in beats
             else f"{name}: not seen"
-            for name in REPLICAS
+            for name in self.fleet.cast.all
         )
 
     def _prove(self) -> Outcome:
         """Have every engine recompute the digest of the weights it holds."""
         proofs = []
-        for name in REPLICAS:
+        cast = self.fleet.cast
+        for name in cast.all:
             self.progress.say(f"{name}: recomputing the digest of the weights its engine holds")
             url = self.watch.beats[name].url
             found = post_json(f"{url}/verify", {}, VERIFY_TIMEOUT_S)
@@ -310,8 +264,8 @@ class Story:
                     id=name,
                     version=int(found["version"]),
                     digest=str(found["digest"]),
-                    joined=self._joined(name),
-                    killed=name == KILLED,
+                    joined=cast.joined(name),
+                    killed=name == cast.killed,
                 )
             )
         self.watch.look()
@@ -330,8 +284,9 @@ class Story:
             long_retried=self.requests.retried,
         )
 
-    def _joined(self, name: str) -> str:
-        return {LATE: "late", KILLED: "restarted"}.get(name, "start")
+
+def _counted(replicas: int) -> str:
+    return "a replica" if replicas == 1 else f"{replicas} replicas"
 
 
 def _pause() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from stitch.tensors import HostWeights, write_safetensors
 from stitch.types import Schema, TensorSpec
 
-HIDDEN, LAYERS, HEADS, INTERMEDIATE, CONTEXT = 64, 2, 4, 176, 1024
+HIDDEN, LAYERS, HEADS, INTERMEDIATE, CONTEXT = 64, 2, 2, 176, 1024
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = (
     "{% for message in messages %}"
