@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def mirror_at(run: Run, version: int, args: argparse.Namespace, console: Console) -> Mirror:
     """The weights of a version in memory, from the base or an anchor, and patches."""
-    from stitch.mirror import AdvanceError
+    from stitch.mirror import AdvanceError, lead
 
     scratch = Path(args.scratch) if args.scratch else None
     mirror = _from_base(run, args.base, args.threads, console)
@@ -82,7 +82,7 @@ def mirror_at(run: Run, version: int, args: argparse.Namespace, console: Console
         mirror = _from_anchor(run, version, scratch, console)
     try:
         with console.progress("applying patches") as progress:
-            mirror.advance(run, version, scratch=scratch, progress=progress, threads=args.threads)
+            lead(mirror, run, version, scratch=scratch, progress=progress, threads=args.threads)
     except AdvanceError as error:
         if isinstance(error.__cause__, VersionRemovedError):
             raise error.__cause__ from error
@@ -94,15 +94,15 @@ def _from_base(
     run: Run, given: Path | None, threads: int | None, console: Console
 ) -> Mirror | None:
     """The base as it was given, else as the run names it; None if that is absent or altered."""
-    from stitch.mirror import Mirror
+    from stitch.mirror import Mirror, recognise, root_base
 
-    path = given if given is not None else Path(run.record.base)
+    path = given if given is not None else Path(root_base(run))
     if given is None and not path.exists():
         return None
     try:
         with weights.opened(path, run.record.view) as base, console.progress("reading base") as bar:
             mirror = Mirror.load(base.reader, bar, threads)
-        mirror.identify(run)
+        recognise(mirror, run)
     except (BaseMismatchError, CorruptCheckpointError) as error:
         if given is not None:
             raise
@@ -112,9 +112,10 @@ def _from_base(
 
 
 def _from_anchor(run: Run, version: int, scratch: Path | None, console: Console) -> Mirror:
-    """A mirror at the intact anchor from which `version` is cheapest to reach."""
+    """A mirror at the intact anchor from which `version` is cheapest to reach; of a fork that has
+    none, at one of its ancestors."""
     from stitch.board import AnchorStep, plan_route
-    from stitch.mirror import Mirror
+    from stitch.mirror import Mirror, from_anchor_on_line
 
     bad: dict[str, CorruptBlobError | CorruptCheckpointError] = {}
     while True:
@@ -123,6 +124,9 @@ def _from_anchor(run: Run, version: int, scratch: Path | None, console: Console)
         except NoRouteError as error:
             if bad:
                 raise next(iter(bad.values())) from error
+            if run.record.parent is not None:
+                with console.progress("fetching anchor") as progress:
+                    return from_anchor_on_line(run, version, scratch=scratch, progress=progress)
             raise UsageError(
                 f"nothing to start from: the base of run {run.name!r} is not at {run.record.base} "
                 f"and no anchor leads to version {version} ({error}); give --base DIR"

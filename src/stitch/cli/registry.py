@@ -36,6 +36,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "inspect": ("inspect", "what a patch file says about itself"),
     "verify": ("verify", "prove that a checkpoint or replicas hold a version"),
     "checkout": ("checkout", "write a version as a plain Hugging Face checkpoint"),
+    "fork": ("fork", "begin a new run with a version of another one"),
     "anchor": ("anchor", "store a version whole on the board"),
     "compact": ("compact", "merge patches for replicas that are far behind"),
     "gc": ("gc", "remove what a retention policy does not keep"),
