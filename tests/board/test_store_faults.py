@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from stitch.errors import (
     StoreUnsuitableError,
     VersionNotFoundError,
 )
+from stitch.publish import Publisher
 from stitch.testing.faults import READS, FaultyStore
 
 
@@ -301,6 +303,42 @@ def test_a_store_that_ignores_create_if_absent_is_refused_before_anything_is_wri
     with pytest.raises(StoreUnsuitableError):
         Board(store).begin_epoch("math", "w")
     assert list(store.list_objects("math")) == []
+
+
+class RacyStore(ObstoreStore):
+    """Looks first and writes afterwards: right in turn, wrong when two come at the same time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(memory_store(name)._backend, "memory://racy")
+        self._both_looked = threading.Barrier(2)
+
+    def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
+        if self.head(key) is not None:
+            return False
+        if isinstance(source, bytes) and source.startswith(b"racer"):
+            self._both_looked.wait(timeout=30)
+        return super().put(key, source, mode="overwrite")
+
+
+def test_a_store_that_keeps_the_condition_only_in_turn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnsuitableError, match="at the same time, it accepted 2"):
+        probe_create_if_absent(RacyStore(f"racy{tmp_path}"), NO_WAITS)
+
+
+@pytest.mark.parametrize("fault", ["fail", "lose_reply", "conflict", "hide"])
+@pytest.mark.parametrize("after", range(4))
+def test_an_answer_that_got_lost_does_not_condemn_a_store(
+    faulty: Board, store: FaultyStore, fault: str, after: int
+) -> None:
+    plan = getattr(store, fault)(keys.PROBE_FOLDER, after=after)
+    probe_create_if_absent(store, NO_WAITS)
+    assert plan.num_hits == 1
+
+
+def test_a_publisher_refuses_an_unsuitable_store_before_it_reads_its_base(tmp_path: Path) -> None:
+    board = Board(careless_store(f"start{tmp_path}"))
+    with pytest.raises(StoreUnsuitableError, match="create-if-absent"):
+        Publisher.start(board, "r", tmp_path / "no-such-base")
 
 
 def test_the_probe_leaves_nothing_behind(board: Board) -> None:

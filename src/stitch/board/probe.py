@@ -55,9 +55,9 @@ def _probe_in_turn(store: ObjectStore) -> bool:
         first = store.put(key, b"first", mode="create")
         second = store.put(key, b"second", mode="create")
         found = store.get(key, max_bytes=_MAX_BYTES)
-        if second or found not in (b"first", None):
-            raise _unsuitable(store, "one after the other", first + second, found)
-        # "Taken" at once, or nothing to read: a retried write, or another node. Not certain.
+        _judge(store, "one after the other", {b"first": first, b"second": second}, found)
+        # "Taken" at the first create, or nothing to read: a lost reply, or another write under
+        # way. Not certain.
         return first and found is not None
 
 
@@ -74,10 +74,15 @@ def _probe_race(store: ObjectStore) -> bool:
         racers = [pool.submit(create, body) for body in bodies]
         won = [racer.result() for racer in racers]
         found = store.get(key, max_bytes=_MAX_BYTES)
-        told = [body for body, is_winner in zip(bodies, won, strict=True) if is_winner]
-        if len(told) > 1 or (told and found not in (told[0], None)):
-            raise _unsuitable(store, "at the same time", len(told), found)
-        return bool(told) and found is not None
+        _judge(store, "at the same time", dict(zip(bodies, won, strict=True)), found)
+        return any(won) and found is not None
+
+
+def _judge(store: ObjectStore, how: str, told: dict[bytes, bool], found: bytes | None) -> None:
+    """Raise StoreUnsuitableError if two were told that they won, or the winner's bytes are gone."""
+    winners = [body for body, has_won in told.items() if has_won]
+    if len(winners) > 1 or (winners and found not in (winners[0], None)):
+        raise _unsuitable(store, how, len(winners), found)
 
 
 def _unsuitable(
