@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -132,6 +133,10 @@ class Staging:
             file.seek(0)
             return file.read()
 
+    def path(self, ref: BlobRef) -> Path:
+        """Where a blob that was fetched lies, until it is taken or dropped."""
+        return self._held[ref.blake3].path
+
     def take(self, ref: BlobRef, target: Path) -> None:
         """Move a blob that was fetched to `target`, in the same file system."""
         with translated("move", f"the staged blob {ref.name}"):
@@ -192,6 +197,14 @@ class Staging:
                 with _open(path) as file:
                     fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
+
+
+def staging_folder(scratch: Path | None) -> Path:
+    """Where half-fetched blobs wait: below `scratch`, or this user's own in the system's folder for
+    temporary files."""
+    if scratch is not None:
+        return scratch / "stitch-staging"
+    return Path(tempfile.gettempdir()) / f"stitch-staging-{os.geteuid()}"
 
 
 def _open(path: Path) -> BinaryIO:

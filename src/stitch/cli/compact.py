@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stitch.cli import exits, flags, text
 from stitch.cli.checkout import add_base_flags
 from stitch.cli.context import Context
+from stitch.cli.signals import stopping
 from stitch.config import add_flags
 from stitch.errors import StoreError
 
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         threads=args.threads,
         stop=stopped.is_set,
     )
-    with closing(compactor), _stopping(stopped, args.follow):
+    with closing(compactor), stopping(stopped, args.follow):
         written = _compact(compactor, context)
         while args.follow and not stopped.wait(args.interval_s):
             try:
@@ -111,20 +110,3 @@ def _compact(compactor: Compactor, context: Context) -> list[MergedPatch]:
                 progress(done, total)
 
         return compactor.compact(on_span)
-
-
-@contextmanager
-def _stopping(stopped: threading.Event, follow: bool) -> Iterator[None]:
-    """With --follow, SIGINT and SIGTERM end the program in good order."""
-    if not follow:
-        yield
-        return
-    before = {
-        number: signal.signal(number, lambda *_: stopped.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -39,6 +39,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "fork": ("fork", "begin a new run with a version of another one"),
     "anchor": ("anchor", "store a version whole on the board"),
     "compact": ("compact", "merge patches for replicas that are far behind"),
+    "mirror": ("mirror", "copy a board's runs to another board"),
     "gc": ("gc", "remove what a retention policy does not keep"),
     "fsck": ("fsck", "check everything that a run has on the board"),
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from stitch.board import Run, Staging
+from stitch.board.staging import staging_folder
 from stitch.errors import CorruptBlobError, StoreError
 from stitch.failpoints import reach
 from stitch.records import AnchorRecord, Manifest, MergedPatch
@@ -44,14 +44,6 @@ def _staged_parts(run: Run, patch: Manifest | MergedPatch, scratch: Path) -> lis
             parts.append(staging.read(blob))
             staging.drop(blob)
     return parts
-
-
-def staging_folder(scratch: Path | None) -> Path:
-    """Where half-fetched blobs wait: below `scratch`, or this user's own in the system's folder for
-    temporary files."""
-    if scratch is not None:
-        return scratch / "stitch-staging"
-    return Path(tempfile.gettempdir()) / f"stitch-staging-{os.geteuid()}"
 
 
 @contextmanager
