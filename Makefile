@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-stores fuzz check format benchmarks clean
+.PHONY: setup demo test test-stores test-engines test-vllm test-sglang fuzz check format benchmarks clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,27 @@ $(SERVERS)/.$(AZURITE): requirements/stores.txt
 	npm install --silent --no-audit --no-fund --prefix $(SERVERS)/azurite $(AZURITE)
 	touch $@
 
+# Real engines, each in an environment of its own. Their tests wait for starts most of the time, so
+# both run at once; what they print comes when they are done.
+ENGINES := $(CURDIR)/build/engines
+
+test-engines: setup
+	$(BIN)/python tests/engines_real/environments.py $(ENGINES) vllm sglang
+	$(BIN)/python -m pytest tests/engines/test_engine_contract.py
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-vllm test-sglang
+	$(BIN)/stitch demo --tiny --engine vllm --engine-python $(ENGINES)/vllm/bin/python \
+	  --out build/demo-vllm.json
+
+test-vllm: setup
+	$(BIN)/python tests/engines_real/environments.py $(ENGINES) vllm
+	STITCH_VLLM_PYTHON=$(ENGINES)/vllm/bin/python STITCH_SGLANG_PYTHON= \
+	  $(BIN)/python -m pytest tests/engines_real $(ARGS)
+
+test-sglang: setup
+	$(BIN)/python tests/engines_real/environments.py $(ENGINES) sglang
+	STITCH_SGLANG_PYTHON=$(ENGINES)/sglang/bin/python STITCH_VLLM_PYTHON= \
+	  $(BIN)/python -m pytest tests/engines_real $(ARGS)
+
 FUZZ_S ?= 300
 
 fuzz: setup
@@ -66,6 +87,7 @@ benchmarks: setup
 	$(BIN)/python -m benchmarks.publish --json
 	$(BIN)/python -m benchmarks.proxy --json
 	$(BIN)/python -m benchmarks.codec --json
+	$(BIN)/python -m benchmarks.catchup --json
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
