@@ -1,6 +1,7 @@
 """The board: an append-only log of immutable versions in an object store."""
 
 from stitch.board.board import Board, open_board
+from stitch.board.cache import BlobCache
 from stitch.board.creation import Patience
 from stitch.board.log import Run
 from stitch.board.probe import probe_create_if_absent
@@ -10,6 +11,7 @@ from stitch.board.store import ObjectInfo, ObjectStore, PutMode
 
 __all__ = [
     "AnchorStep",
+    "BlobCache",
     "Board",
     "MergedStep",
     "ObjectInfo",

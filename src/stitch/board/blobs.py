@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
@@ -61,13 +62,36 @@ def read_blob(store: ObjectStore, key: str, ref: BlobRef, patience: Patience) ->
 
 
 def check_blob(store: ObjectStore, key: str, ref: BlobRef, patience: Patience) -> None:
-    """CorruptBlobError unless the stored blob is the one in `ref`. Reads it, in pieces."""
-    with closing(open_blob(store, key, ref, patience)) as pieces:
+    """CorruptBlobError unless the stored blob is the one in `ref`. Reads it, in pieces, from the
+    store itself."""
+    with closing(open_stored_blob(store, key, ref, patience)) as pieces:
         for _ in checked(key, ref, pieces):
             pass
 
 
+@runtime_checkable
+class OpensBlobs(Protocol):
+    """A store that has a way of its own to a blob's bytes: over a cache."""
+
+    def open_blob(
+        self, key: str, ref: BlobRef, patience: Patience, start: int
+    ) -> Generator[bytes]: ...
+
+
 def open_blob(
+    store: ObjectStore, key: str, ref: BlobRef, patience: Patience, start: int = 0
+) -> Generator[bytes]:
+    """The blob's bytes from `start` on, in pieces; over the store's cache if it has one.
+
+    CorruptBlobError, at once or with the first piece, if it has another size than `ref` says, or
+    stays absent. Close the iterator to stop.
+    """
+    if isinstance(store, OpensBlobs):
+        return store.open_blob(key, ref, patience, start)
+    return open_stored_blob(store, key, ref, patience, start)
+
+
+def open_stored_blob(
     store: ObjectStore, key: str, ref: BlobRef, patience: Patience, start: int = 0
 ) -> Generator[bytes]:
     """The blob's bytes from `start` on, in pieces that are fetched ahead in parallel.

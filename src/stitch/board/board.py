@@ -9,6 +9,8 @@ from pathlib import Path
 
 from stitch.board import blobs, keys
 from stitch.board.addresses import parse_address
+from stitch.board.cache import BlobCache
+from stitch.board.caching_store import CachingStore
 from stitch.board.cloud import cloud_store
 from stitch.board.creation import (
     MAX_RECORD_BYTES,
@@ -142,24 +144,32 @@ def _who_made(data: bytes, key: str) -> str:
 
 
 def open_board(
-    where: str | Path, *, create: bool = True, patience: Patience | None = None
+    where: str | Path,
+    *,
+    create: bool = True,
+    patience: Patience | None = None,
+    cache: BlobCache | None = None,
 ) -> Board:
     """Open the board at an address: a directory, `file://`, `memory://NAME`, `s3://`, `gs://` or
     `az://` (see `stitch.board.addresses` for their forms and options).
 
     A missing directory is made if `create` is set, else StoreUnsuitableError. Boards of one
-    memory name share their content within the process. Clouds are not asked anything yet.
+    memory name share their content within the process. Clouds are not asked anything yet. Blobs
+    are read over `cache`, if one is given.
     """
     if isinstance(where, Path):
-        return _directory_board(where, create, patience)
-    address = parse_address(where)
-    if address.scheme == "file":
-        return _directory_board(Path(address.bucket), create, patience)
+        root: Path | None = where
+    else:
+        address = parse_address(where)
+        root = Path(address.bucket) if address.scheme == "file" else None
+    if root is not None:
+        directory = open_directory(root.expanduser().absolute(), create=create)
+        sweep = directory.sweep_temporaries
+        return Board(_cached(directory, cache), patience=patience, sweep=sweep)
     if address.scheme == "memory":
-        return Board(memory_store(address.bucket), patience=patience)
-    return Board(cloud_store(address), patience=patience)
+        return Board(_cached(memory_store(address.bucket), cache), patience=patience)
+    return Board(_cached(cloud_store(address), cache), patience=patience)
 
 
-def _directory_board(root: Path, create: bool, patience: Patience | None) -> Board:
-    store = open_directory(root.expanduser().absolute(), create=create)
-    return Board(store, patience=patience, sweep=store.sweep_temporaries)
+def _cached(store: ObjectStore, cache: BlobCache | None) -> ObjectStore:
+    return store if cache is None else CachingStore(store, cache)

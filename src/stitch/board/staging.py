@@ -63,7 +63,7 @@ class Staging:
     def __enter__(self) -> Self:
         with translated("use", f"the staging folder {self._folder.name}"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_owner()
+            check_private(self._folder, "the staging folder", "another scratch directory")
             self._sweep()
         return self
 
@@ -173,19 +173,6 @@ class Staging:
         path = self._folder / f"{ref.blake3}.{secrets.token_hex(8)}.partial"
         return _Staged(path=path, file=_open(path), is_private=True)
 
-    def _check_owner(self) -> None:
-        found = self._folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise StoreUnsuitableError(
-                f"the staging folder {self._folder} is not a folder of this user; give another "
-                "scratch directory"
-            )
-        if found.st_mode & 0o022:
-            raise StoreUnsuitableError(
-                f"others may write to the staging folder {self._folder}; take that right away "
-                "(chmod go-w) or give another scratch directory"
-            )
-
     def _sweep(self) -> None:
         """Delete beginnings that nobody holds or came back for, by the file system's clock."""
         os.utime(self._folder)
@@ -205,6 +192,18 @@ def staging_folder(scratch: Path | None) -> Path:
     if scratch is not None:
         return scratch / "stitch-staging"
     return Path(tempfile.gettempdir()) / f"stitch-staging-{os.geteuid()}"
+
+
+def check_private(folder: Path, what: str, instead: str) -> None:
+    """StoreUnsuitableError unless `folder` is this user's own, and nobody else may write to it."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise StoreUnsuitableError(f"{what} {folder} is not a folder of this user; give {instead}")
+    if found.st_mode & 0o022:
+        raise StoreUnsuitableError(
+            f"others may write to {what} {folder}; take that right away (chmod go-w) or give "
+            f"{instead}"
+        )
 
 
 def _open(path: Path) -> BinaryIO:

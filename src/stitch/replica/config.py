@@ -87,6 +87,10 @@ class ReplicaConfig:
     scratch: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
         None, help="directory for anchors on their way (default: the system's)"
     )
+    cache: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
+        None, help="directory of this user where the replicas of one host share what they fetch"
+    )
+    cache_max_bytes: int = setting(64 * 1024 * MIB, help="space that the cache may take")
 
     def __post_init__(self) -> None:
         if self.run is not None:
@@ -105,6 +109,8 @@ class ReplicaConfig:
         if (self.engine == "attach" or self.reloads) and self.engine_url and self.engine_args:
             raise UsageError("an engine that runs already takes no arguments")
         self._check_mode()
+        if self.cache_max_bytes < 1:
+            raise UsageError(f"cache_max_bytes must be above 0, got {self.cache_max_bytes}")
         if self.proof_interval_s < 0:
             raise UsageError(f"proof_interval_s must not be negative, got {self.proof_interval_s}")
         for name in ("poll_interval_s", "heartbeat_interval_s", "watchdog_interval_s"):

@@ -8,7 +8,7 @@ import gc
 import signal
 from collections.abc import Callable, Coroutine
 
-from stitch.board import open_board
+from stitch.board import BlobCache, Board, open_board
 from stitch.replica.app import ReplicaApp
 from stitch.replica.config import ReplicaConfig
 from stitch.replica.hosts import EngineHost, host_for
@@ -68,7 +68,7 @@ async def serve_until(
     on_listening: Started | None = None,
 ) -> None:
     """Run a replica with the engine of `host` until `stop` is set; raises as `serve` does."""
-    board = await asyncio.to_thread(open_board, config.board)
+    board = await asyncio.to_thread(_open_board, config)
     app = ReplicaApp(config, host)
     failed = False
     try:
@@ -83,6 +83,13 @@ async def serve_until(
     finally:
         await app.close(failed=failed)
         await host.stop()
+
+
+def _open_board(config: ReplicaConfig) -> Board:
+    cache = None
+    if config.cache is not None:
+        cache = BlobCache(config.cache, max_bytes=config.cache_max_bytes)
+    return open_board(config.board, cache=cache)
 
 
 async def _until_stopped(work: asyncio.Task[None], stop: asyncio.Event) -> None:
