@@ -204,38 +204,55 @@ class NotReadyReason(enum.StrEnum):
     AHEAD = "ahead"
     GAP = "gap"
     BOOTING = "booting"
+    OTHER_RUN = "other_run"
 
 
 @dataclass(frozen=True)
 class VersionConstraint:
-    """What a request demands of the weights that answer it; at most one field is set."""
+    """What a request demands of the weights that answer it: at most one of the versions, of `run`
+    if that is set, else of whichever run is served."""
 
     min_version: int | None = None
     exact_version: int | None = None
+    run: str | None = None
 
     @classmethod
     def parse(cls, value: object) -> VersionConstraint:
-        """From the JSON value of `weight_version`: `{"min_version": 7}` or `{"exact_version": 7}`.
+        """From the JSON value of `weight_version`: `{"min_version": 7}`, `{"exact_version": 7}`,
+        `{"run": "math"}`, or a version with its run.
 
-        Raises ConstraintError for anything but one canonical non-negative integer.
+        Raises ConstraintError for anything but one canonical non-negative integer and a run name.
         """
-        if not isinstance(value, dict) or len(value) != 1:
+        if not isinstance(value, dict) or not value:
             raise ConstraintError(
-                'weight_version must be {"min_version": N} or {"exact_version": N}, '
-                f"got {json.dumps(value)[:200]}"
+                'weight_version must be {"min_version": N} or {"exact_version": N}, with or '
+                f'without a "run", got {json.dumps(value)[:200]}'
             )
-        ((key, number),) = value.items()
-        if key not in ("min_version", "exact_version"):
-            raise ConstraintError(f"weight_version has unknown key {str(key)[:100]!r}")
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise ConstraintError(f"weight_version.{key} must be an integer, got {number!r:.100}")
-        if not 0 <= number <= MAX_VERSION:
-            raise ConstraintError(f"weight_version.{key} must be in 0..{MAX_VERSION}")
-        return cls(**{key: number})
+        for key, number in value.items():
+            if key == "run":
+                continue
+            if key not in ("min_version", "exact_version"):
+                raise ConstraintError(f"weight_version has unknown key {str(key)[:100]!r}")
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ConstraintError(
+                    f"weight_version.{key} must be an integer, got {number!r:.100}"
+                )
+            if not 0 <= number <= MAX_VERSION:
+                raise ConstraintError(f"weight_version.{key} must be in 0..{MAX_VERSION}")
+        if "min_version" in value and "exact_version" in value:
+            raise ConstraintError("weight_version takes min_version or exact_version, not both")
+        if "run" in value:
+            _check_wanted_run(value["run"], "weight_version.run")
+        return cls(**value)
 
     @classmethod
-    def parse_headers(cls, minimum: str | None, exact: str | None) -> VersionConstraint:
-        """From X-Stitch-Min-Version and X-Stitch-Exact-Version (canonical decimal digits)."""
+    def parse_headers(
+        cls, minimum: str | None, exact: str | None, run: str | None = None
+    ) -> VersionConstraint:
+        """From X-Stitch-Min-Version and X-Stitch-Exact-Version (canonical decimal digits), and
+        X-Stitch-Run."""
+        if run is not None:
+            _check_wanted_run(run, "X-Stitch-Run")
         if minimum is not None and exact is not None:
             raise ConstraintError(
                 "X-Stitch-Min-Version and X-Stitch-Exact-Version exclude each other"
@@ -246,24 +263,34 @@ class VersionConstraint:
                     raise ConstraintError(
                         f"header for {key} is not a version number: {text[:40]!r}"
                     )
-                return cls(**{key: int(text)})
-        return cls()
+                return cls(**{key: int(text)}, run=run)
+        return cls(run=run)
 
     @property
     def target(self) -> int | None:
         return self.exact_version if self.exact_version is not None else self.min_version
 
-    def unmet_by(self, applied: int | None) -> NotReadyReason | None:
-        """Why a replica serving `applied` (None: nothing yet) may not answer, or None if it may."""
-        if self.target is None:
+    def unmet_by(self, applied: int | None, run: str | None = None) -> NotReadyReason | None:
+        """Why a replica serving `applied` (None: nothing yet) of `run` (None: not known which) may
+        not answer, or None if it may."""
+        if self.target is None and self.run is None:
             return None
         if applied is None:
             return NotReadyReason.BOOTING
+        if self.run is not None and run is not None and self.run != run:
+            return NotReadyReason.OTHER_RUN
+        if self.target is None:
+            return None
         if applied < self.target:
             return NotReadyReason.BEHIND
         if self.exact_version is not None and applied > self.exact_version:
             return NotReadyReason.AHEAD
         return None
+
+
+def _check_wanted_run(run: object, where: str) -> None:
+    if not isinstance(run, str) or not RUN_NAME.fullmatch(run):
+        raise ConstraintError(f"{where} is not the name of a run: {run!r:.100}")
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,8 @@ def test_no_replica_names_what_each_one_said(site: Site, clock: LeapingClock) ->
     fake.always = fake.not_on_version
     site.dead_replica("b", applied=6)
     message = end_of_a_vain_request(site, clock, min_version=7)
-    assert "no replica on version 7 or newer answered /v1/completions within 1000 s" in message
+    wanted = "no replica on version 7 or newer of run 'run'"
+    assert f"{wanted} answered /v1/completions within 1000 s" in message
     # The last attempt may still be under way at the deadline; what it said before is told then too.
     said = r"a \(SERVING, version 5, no route to version 7\): [^;]*409 WeightVersionNotReady"
     assert re.search(said, message), message

@@ -57,7 +57,8 @@ def test_a_fork_begins_with_exactly_the_weights_of_its_parent(
     assert record.parent == VersionRef("r", version)
     assert (record.base_digest, record.view) == (world.digests[version], "bf16")
     assert run.digest(1) == digest_of(weights)
-    folder = world.folder(0).parents[1] / "f"
+    folder = world.folder(0).parents[2] / "f"
+    assert list(folder.rglob("*.patch"))
     assert not list(folder.rglob("*.safetensors"))  # no weights were copied
     epoch = world.board.current_epoch()
     assert epoch is not None

@@ -25,7 +25,7 @@ from replica_kit import (
 from stitch.errors import EngineUnreachableError
 from stitch.replica.engine_http import EngineClient
 from stitch.replica.stamps import stamp_event
-from stitch.types import ReplicaState
+from stitch.types import ReplicaState, VersionRef
 
 COMPLETIONS = "/v1/completions"
 
@@ -37,6 +37,7 @@ async def test_a_json_answer_carries_both_versions_in_body_and_headers() -> None
             "text": "hi",
             "weight_version_start": 5,
             "weight_version_end": 5,
+            "weight_run": "r",
         }
         assert got.headers["X-Stitch-Version-Start"] == "5"
         assert got.headers["X-Stitch-Version-End"] == "5"
@@ -232,7 +233,7 @@ async def test_an_engines_own_stamps_are_passed_on() -> None:
     body = b'{"a":1,"weight_version_start":4,"weight_version_end":6}'
     stamped = answer(body, headers="X-Stitch-Version-Start: 4\r\n")
     async with front_of(says(stamped)) as (_, client), client.post(COMPLETIONS, json={}) as got:
-        assert await got.read() == body
+        assert await got.read() == body[:-1] + b',"weight_run":"r"}'
         assert got.headers.getall("X-Stitch-Version-Start") == ["4"]
         assert got.headers.getall("X-Stitch-Version-End") == ["6"]
 
@@ -320,7 +321,10 @@ async def test_a_stream_is_passed_on_as_it_comes_and_ends_with_both_versions() -
         app.status.applied = 6
         step.release()
         step.release()
-        assert await got.content.read() == stamp_event(5, 6) + b"data: [DONE]\n\n"
+        assert (
+            await got.content.read()
+            == stamp_event(VersionRef("r", 5), VersionRef("r", 6)) + b"data: [DONE]\n\n"
+        )
 
 
 @pytest.mark.parametrize("eol", [b"\n", b"\r\n"])
@@ -336,8 +340,8 @@ async def test_a_stream_in_single_bytes_is_the_same_stream(eol: bytes) -> None:
 
     async with front_of(Upstream(script)) as (_, client), client.post(COMPLETIONS, json={}) as got:
         text = await got.read()
-    assert text.replace(stamp_event(5, 5), b"") == stream
-    assert stamp_event(5, 5) + b"data: [DONE]" in text
+    assert text.replace(stamp_event(VersionRef("r", 5), VersionRef("r", 5)), b"") == stream
+    assert stamp_event(VersionRef("r", 5), VersionRef("r", 5)) + b"data: [DONE]" in text
 
 
 async def test_a_compressed_stream_is_not_looked_into() -> None:
@@ -627,7 +631,10 @@ async def test_the_end_version_counts_when_the_last_event_is_cut_anywhere(eol: b
         await got.content.readuntil(b"\n")
         app.status.applied = 6
         step.release()
-        assert stamp_event(5, 6) + b"data: [DONE]" in await got.content.read()
+        assert (
+            stamp_event(VersionRef("r", 5), VersionRef("r", 6)) + b"data: [DONE]"
+            in await got.content.read()
+        )
 
 
 async def test_an_answer_that_ends_while_a_commit_is_in_doubt_is_not_stamped_too_narrow() -> None:
@@ -642,7 +649,7 @@ async def test_an_answer_that_ends_while_a_commit_is_in_doubt_is_not_stamped_too
         request = asyncio.create_task(client.post(COMPLETIONS, json={}))
         await until(lambda: upstream.asked)
         async with app.gate.closed():
-            app.status.in_doubt = 6
+            app.status.in_doubt = VersionRef("r", 6)
             release.set()
             async with await request as got:
                 body = await got.json()

@@ -14,10 +14,13 @@ from stitch.replica.stamps import (
     is_stamped,
     stamp_event,
     stamp_json,
+    stamp_run,
     stamped_end,
 )
+from stitch.types import VersionRef
 
-STAMP = stamp_event(3, 4)
+R3, R4 = VersionRef("r", 3), VersionRef("r", 4)
+STAMP = stamp_event(R3, R4)
 FRAMES = {
     "plain": b'data: {"a":1}\n\ndata: {"a":2}\n\n',
     "crlf": b'data: {"a":1}\r\n\r\ndata: {"a":2}\r\n\r\n',
@@ -39,8 +42,8 @@ ENDS = [
 
 def through(pieces: list[bytes]) -> bytes:
     stamper = StreamStamper()
-    out = [stamper.feed(piece, 3, 4) for piece in pieces]
-    return b"".join(out) + stamper.finish(3, 4)
+    out = [stamper.feed(piece, R3, R4) for piece in pieces]
+    return b"".join(out) + stamper.finish(R3, R4)
 
 
 @pytest.mark.parametrize("frame", FRAMES)
@@ -68,7 +71,7 @@ def test_a_stream_that_ends_inside_an_event_gets_the_event_ended_first() -> None
 
 @pytest.mark.parametrize("size", [1, 5, 10_000])
 def test_nothing_is_added_to_a_stream_that_the_engine_stamped(size: int) -> None:
-    stream = FRAMES["plain"] + stamp_event(1, 2) + ENDS[0]
+    stream = FRAMES["plain"] + stamp_event(VersionRef("r", 1), VersionRef("r", 2)) + ENDS[0]
     assert through([stream[i : i + size] for i in range(0, len(stream), size)]) == stream
 
 
@@ -76,19 +79,19 @@ def test_nothing_is_added_to_a_stream_that_the_engine_stamped(size: int) -> None
 def test_an_event_is_passed_on_the_moment_it_is_complete(event: bytes) -> None:
     stamper = StreamStamper()
     for _ in range(3):
-        assert stamper.feed(event, 3, 3) == event
+        assert stamper.feed(event, R3, R3) == event
 
 
 def test_data_is_passed_on_as_soon_as_it_cannot_be_the_end() -> None:
     stamper = StreamStamper()
-    assert stamper.feed(b"data: ", 3, 3) == b""
-    assert stamper.feed(b'{"a', 3, 3) == b'data: {"a'
-    assert stamper.feed(b'":1}', 3, 3) == b'":1}'
+    assert stamper.feed(b"data: ", R3, R3) == b""
+    assert stamper.feed(b'{"a', R3, R3) == b'data: {"a'
+    assert stamper.feed(b'":1}', R3, R3) == b'":1}'
 
 
 def test_only_a_little_is_ever_held_back() -> None:
     stamper = StreamStamper()
-    sent = sum(len(stamper.feed(b": comment without an end ", 3, 3)) for _ in range(10_000))
+    sent = sum(len(stamper.feed(b": comment without an end ", R3, R3)) for _ in range(10_000))
     assert sent > 240_000 - 66_000
 
 
@@ -105,15 +108,39 @@ def test_every_cut_gives_the_same_bytes(events: list[bytes], cuts: list[int], en
 
 
 def test_json_gets_both_versions_as_its_last_members() -> None:
-    stamped = stamp_json(b'{"text":"}"} \n', 3, 4)
+    stamped = stamp_json(b'{"text":"}"} \n', R3, R4)
     assert stamped is not None
     assert json.loads(stamped) == {
         "text": "}",
         "weight_version_start": 3,
         "weight_version_end": 4,
+        "weight_run": "r",
     }
-    assert stamp_json(b"[1]", 3, 4) is None
-    assert stamp_json(b"", 3, 4) is None
+    assert stamp_json(b"[1]", R3, R4) is None
+    assert stamp_json(b"", R3, R4) is None
+
+
+def test_an_answer_over_a_change_of_runs_names_both() -> None:
+    stamped = stamp_json(b"{}", R3, VersionRef("f", 1))
+    assert stamped is not None
+    assert json.loads(stamped) == {
+        "weight_version_start": 3,
+        "weight_version_end": 1,
+        "weight_run": "r",
+        "weight_run_end": "f",
+    }
+    own = stamp_run(b'{"weight_version_start":3,"weight_version_end":1}', R3, VersionRef("f", 1))
+    assert own is not None
+    assert json.loads(own) == json.loads(stamped)
+
+
+def test_a_change_of_runs_is_told_once_even_if_the_engine_stamped_the_stream() -> None:
+    own = b'data: {"object":"stitch.versions","weight_version_start":3,"weight_version_end":1}\n\n'
+    end = VersionRef("f", 1)
+    stamper = StreamStamper()
+    stream = FRAMES["plain"] + own + ENDS[0]
+    got = stamper.feed(stream, R3, end) + stamper.finish(R3, end)
+    assert got == FRAMES["plain"] + own + stamp_event(R3, end) + ENDS[0]
 
 
 def test_an_engines_own_stamps_are_recognised_but_not_the_words_in_a_text() -> None:

@@ -13,6 +13,7 @@ from stitch.types import MAX_VERSION, VersionSpan
 START_HEADER = "X-Stitch-Version-Start"
 END_HEADER = "X-Stitch-Version-End"
 RUN_HEADER = "X-Stitch-Run"
+RUN_END_HEADER = "X-Stitch-Run-End"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class Answer:
     version_end: int | None
     """Version the engine served when it ended."""
     run: str | None
-    """Run that the versions belong to."""
+    """Run of `version_start`."""
+    run_end: str | None = None
+    """Run of `version_end`: another one if the replica went over to it meanwhile."""
     replica: str
     """Id of the replica that answered."""
     attempts: int
@@ -56,6 +59,12 @@ def stamped_versions(
     start = _version(body.get("weight_version_start"), headers.get(START_HEADER))
     end = _version(body.get("weight_version_end"), headers.get(END_HEADER))
     return start, end
+
+
+def ended_run(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
+    """The run that an answer ended on, if it says that this is not the one it began on."""
+    found = body.get("weight_run_end", headers.get(RUN_END_HEADER))
+    return found if isinstance(found, str) else None
 
 
 def _version(number: object, header: str | None) -> int | None:

@@ -60,6 +60,7 @@ class Client:
         self, board: WatchedBoard | str | Path, run: str | None = None, **settings: Any
     ) -> None:
         self.settings = load(ClientConfig, "client", flags=settings)
+        self._named_run = run
         reader = HeartbeatReader(open_watched(board), run)
         self._core = Core(reader, self.settings)
         self._loop = LoopThread("stitch-client")
@@ -69,7 +70,8 @@ class Client:
 
     def completions(self, **fields: Any) -> Answer:
         """POST /v1/completions. Fields are the engine's, plus `min_version` or `exact_version`,
-        `deadline_s` and `idempotent`.
+        the `run` that these are of (default: the client's own, if it was named), `deadline_s` and
+        `idempotent`.
 
         Raises NoReplicaError when no replica answered in time, RequestFailedError when the engine
         rejected the request.
@@ -164,6 +166,7 @@ class Client:
         *,
         min_version: int | None = None,
         exact_version: int | None = None,
+        run: str | None = None,
         deadline_s: float | None = None,
         idempotent: bool = True,
     ) -> Request:
@@ -172,6 +175,7 @@ class Client:
             body,
             min_version=min_version,
             exact_version=exact_version,
+            run=self._named_run if run is None else run,
             deadline_s=self.settings.deadline_s if deadline_s is None else deadline_s,
             idempotent=idempotent,
         )
@@ -181,7 +185,7 @@ class Client:
         return self._request(chosen, **_split(fields))
 
 
-OPTIONS = ("min_version", "exact_version", "deadline_s", "idempotent")
+OPTIONS = ("min_version", "exact_version", "run", "deadline_s", "idempotent")
 
 
 def _split(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class _Tries:
             member = by_id.get(replica)
             if member is None or now >= until or member.beat.boot != self._boots[replica]:
                 continue
-            met = request.constraint.unmet_by(member.applied) is None
+            met = request.constraint.unmet_by(member.applied, member.beat.run) is None
             if not (self._failures[replica].unmet and met):
                 held.add(replica)
         return held
@@ -175,6 +175,8 @@ def _no_replica(request: Request, fleet: Fleet, tries: _Tries, trouble: str) -> 
         wanted = f" on version {request.constraint.min_version} or newer"
     elif request.constraint.exact_version is not None:
         wanted = f" on exactly version {request.constraint.exact_version}"
+    if request.constraint.run is not None:
+        wanted += f" of run {request.constraint.run!r}"
     lines = [f"no replica{wanted} answered {request.path} within {request.deadline_s:g} s"]
     if fleet.all_past(request.constraint):
         lines = [f"no replica{wanted} is left to answer {request.path}: all have passed it"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from stitch.client.answer import loaded, stamped_versions
+from stitch.client.answer import ended_run, loaded, stamped_versions
 from stitch.client.exchange import Exchange
 from stitch.client.fleet import Fleet, Member
 from stitch.client.request import AttemptFailed, Request
@@ -55,6 +55,7 @@ class OpenStream:
     ) -> None:
         self.replica = member.id
         self.run = member.beat.run
+        self._run_end: str | None = None
         self.attempts = attempts
         self.version_start, self.version_end = stamped_versions({}, response.headers)
         self._gap_s = request.deadline_s
@@ -121,7 +122,12 @@ class OpenStream:
             raise StreamBrokenError(f"the engine reports {json.dumps(event['error'])[:500]}")
         if event.get("object") == VERSIONS_OBJECT:
             self.version_start, self.version_end = stamped_versions(event, {})
+            self._run_end = ended_run(event, {})
         return event
+
+    @property
+    def run_end(self) -> str | None:
+        return self._run_end or self.run
 
     def _broken(self, why: str) -> StreamBrokenError:
         return StreamBrokenError(f"the stream from replica {self.replica} broke off: {why}")

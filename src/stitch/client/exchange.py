@@ -7,7 +7,14 @@ from typing import Any
 
 import aiohttp
 
-from stitch.client.answer import RUN_HEADER, Answer, as_version, loaded, stamped_versions
+from stitch.client.answer import (
+    RUN_HEADER,
+    Answer,
+    as_version,
+    ended_run,
+    loaded,
+    stamped_versions,
+)
 from stitch.client.fleet import Fleet, Member
 from stitch.client.request import AttemptFailed, Request, parse_retry_after
 from stitch.client.settings import ClientConfig
@@ -53,6 +60,7 @@ class Exchange:
             version_start=start,
             version_end=end,
             run=run,
+            run_end=ended_run(body, response.headers) or run,
             replica=member.id,
             attempts=number,
         )
@@ -124,11 +132,12 @@ class Exchange:
         """The answer's run. One from another run, or begun on a version that the request did not
         allow, is no answer."""
         run = response.headers.get(RUN_HEADER) or member.beat.run
-        if member.beat.run is not None and run != member.beat.run:
-            raise AttemptFailed(f"answered for run {run!r}, not {member.beat.run!r}", unmet=True)
+        wanted = request.constraint.run or member.beat.run
+        if wanted is not None and run != wanted:
+            raise AttemptFailed(f"answered for run {run!r}, not {wanted!r}", unmet=True)
         if start is None and request.constraint.target is not None:
             raise AttemptFailed("answered without saying on which version", unmet=True)
-        reason = None if start is None else request.constraint.unmet_by(start)
+        reason = None if start is None else request.constraint.unmet_by(start, run)
         if reason is not None:
             member.learn(start)
             raise AttemptFailed(f"answered on version {start} ({reason})", unmet=True)

@@ -122,13 +122,16 @@ class Fleet:
             member.aside_until_s > now,
             member.stale,
             not member.beat.ready,
-            constraint.unmet_by(member.applied) is not None,
+            constraint.unmet_by(member.applied, member.beat.run) is not None,
             not member.confirmed,
         )
 
     def all_past(self, constraint: VersionConstraint) -> bool:
         """Whether every replica already serves a newer version than the exact one wanted."""
         exact = constraint.exact_version
+        run = constraint.run
+        if run is not None and any(m.beat.run != run for m in self._members.values()):
+            return False  # one may yet go over to that run
         versions = [m.applied for m in self._members.values() if not m.stale]
         return (
             exact is not None

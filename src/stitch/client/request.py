@@ -5,15 +5,16 @@ from __future__ import annotations
 import email.utils
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stitch.client.settings import positive
 from stitch.errors import ConstraintError, UsageError
-from stitch.types import VersionConstraint, check_version
+from stitch.types import VersionConstraint, check_run_name, check_version
 
 MIN_HEADER = "X-Stitch-Min-Version"
 EXACT_HEADER = "X-Stitch-Exact-Version"
+RUN_HEADER = "X-Stitch-Run"
 LONGEST_RETRY_AFTER_S = 60.0
 
 
@@ -30,10 +31,11 @@ class Request:
     @property
     def headers(self) -> dict[str, str]:
         """The constraint as headers, unless the body carries it."""
+        found = {} if self.constraint.run is None else {RUN_HEADER: self.constraint.run}
         if "weight_version" in self.body or self.constraint.target is None:
-            return {}
+            return found
         name = MIN_HEADER if self.constraint.min_version is not None else EXACT_HEADER
-        return {name: str(self.constraint.target)}
+        return {**found, name: str(self.constraint.target)}
 
 
 def make_request(
@@ -42,6 +44,7 @@ def make_request(
     *,
     min_version: int | None,
     exact_version: int | None,
+    run: str | None = None,
     deadline_s: float,
     idempotent: bool,
 ) -> Request:
@@ -55,13 +58,18 @@ def make_request(
     for name, value in (("min_version", min_version), ("exact_version", exact_version)):
         if value is not None:
             check_version(value, name)
-    constraint = VersionConstraint(min_version=min_version, exact_version=exact_version)
+    if run is not None:
+        check_run_name(run)
+    constraint = VersionConstraint(min_version=min_version, exact_version=exact_version, run=run)
     if "weight_version" in body:
         if constraint.target is not None:
             raise ConstraintError(
                 "the version constraint is given twice: in the body and beside it"
             )
         constraint = VersionConstraint.parse(body["weight_version"])
+        if run is not None and constraint.run not in (None, run):
+            raise ConstraintError(f"the body demands run {constraint.run!r}, the call {run!r}")
+        constraint = replace(constraint, run=constraint.run or run)
     return Request(
         path=path,
         body=body,

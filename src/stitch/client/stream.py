@@ -35,6 +35,11 @@ class _Handle:
         return self._opened.run
 
     @property
+    def run_end(self) -> str | None:
+        """Run of `version_end`: another one if the replica went over to it meanwhile."""
+        return self._opened.run_end
+
+    @property
     def attempts(self) -> int:
         return self._opened.attempts
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from stitch.replica.gate import NotAdmittedError
 from stitch.replica.state import ReplicaStatus
-from stitch.types import VersionConstraint
+from stitch.types import VersionConstraint, VersionRef
 
 
 def json_answer(
@@ -52,23 +52,25 @@ def refusal_answer(
         headers=retry,
         reason=refused.reason.value,
         target_version=constraint.target,
+        target_run=constraint.run,
         **now,
     )
 
 
 def broken_start_answer(
-    start: int, constraint: VersionConstraint, status: ReplicaStatus
+    start: VersionRef, constraint: VersionConstraint, status: ReplicaStatus
 ) -> web.Response:
     """409 for an answer that the engine began on another version than the one demanded."""
-    reason = constraint.unmet_by(start)
+    reason = constraint.unmet_by(start.version, start.run)
     assert reason is not None
     return error_answer(
         409,
         "WeightVersionNotReady",
-        f"the engine began this answer on version {start}; {constraint} was demanded",
+        f"the engine began this answer on {start}; {constraint} was demanded",
         headers={"Retry-After": "1"},
         reason=reason.value,
         target_version=constraint.target,
+        target_run=constraint.run,
         applied=status.applied,
         newest=status.newest,
         run=status.run,

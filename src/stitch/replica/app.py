@@ -129,6 +129,7 @@ class ReplicaApp:
                 interval_s=self.config.heartbeat_interval_s,
             )
             self._heartbeats = heartbeats
+            self.reconciler.on_run = self._follow
             self.status.move(ReplicaState.BOOTING, "waiting for the engine")
             await first_failure(heartbeats.beat_forever(), self._live(run))
         except Exception as error:
@@ -137,6 +138,12 @@ class ReplicaApp:
             self.status.move(ReplicaState.FAILED, self.status.last_error)
             log.error("event=failed error=%s", self.status.last_error)
             raise
+
+    def _follow(self, run: Run) -> None:
+        """The engine serves versions of another run now."""
+        self._run = run
+        if self._heartbeats is not None:
+            self._heartbeats.follow(run)
 
     async def _live(self, run: Run) -> None:
         engine = await self._host.ready(run)

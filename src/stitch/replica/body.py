@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stitch.errors import ConstraintError
 from stitch.types import VersionConstraint
@@ -171,10 +171,13 @@ def splice_members(data: bytes, members: bytes) -> bytes | None:
 
 def merge_constraints(body: VersionConstraint, headers: VersionConstraint) -> VersionConstraint:
     """The request's one constraint; raises ConstraintError when body and headers disagree."""
-    if headers.target is None or headers == body:
+    if headers is NO_CONSTRAINT or headers == body:
         return body
-    if body.target is None:
-        return headers
+    run, other = body.run or headers.run, headers.run or body.run
+    lacks = body if body.target is None else headers
+    given = headers if body.target is None else body
+    if run == other and (lacks.target is None or replace(headers, run=body.run) == body):
+        return replace(given, run=run)
     raise ConstraintError(
         f"the body's weight_version ({_show(body)}) and the X-Stitch headers "
         f"({_show(headers)}) disagree; send one of them"
@@ -182,9 +185,12 @@ def merge_constraints(body: VersionConstraint, headers: VersionConstraint) -> Ve
 
 
 def _show(constraint: VersionConstraint) -> str:
+    of_run = "" if constraint.run is None else f" of run {constraint.run!r}"
     if constraint.exact_version is not None:
-        return f"exact_version {constraint.exact_version}"
-    return f"min_version {constraint.min_version}"
+        return f"exact_version {constraint.exact_version}{of_run}"
+    if constraint.min_version is not None:
+        return f"min_version {constraint.min_version}{of_run}"
+    return of_run.strip()
 
 
 def _parse(data: bytes, *, strict: bool) -> object:

@@ -68,13 +68,20 @@ class Committer:
             async with self._gate.closed():
                 self._enter(ReplicaState.COMMITTING, f"committing version {target.version}")
                 failpoints.reach("replica.committing")
-                self._status.in_doubt = target.version  # stays if this ends without an outcome
+                self._status.in_doubt = target  # stays if this ends without an outcome
                 receipt = await self._commit(stage_id, base, target)
                 failpoints.reach("replica.committed")
-                self._status.run, self._status.applied = target.run, target.version
+                self._label(target)
                 self.holds = digests
                 self._status.in_doubt = None
             return Committed(receipt=receipt, stage_s=staged_s - started_s)
+
+    def _label(self, target: VersionRef) -> None:
+        """Say from now on that `target` is served. What is newest in another run is no matter."""
+        status = self._status
+        if status.run != target.run:
+            status.newest = target.version
+        status.run, status.applied = target.run, target.version
 
     def _enter(self, state: ReplicaState, doing: str) -> None:
         """While it catches up, that is the state; only what it is doing changes."""

@@ -73,6 +73,7 @@ class Endpoints:
             "status": "ready" if status.ready else "not ready",
             "reason": status.reason,
             "state": status.state.value,
+            "run": status.run,
             "applied": status.applied,
             "newest": status.newest,
             "lag": status.lag,

@@ -59,7 +59,7 @@ class Gate:
         if self._opened is not None:
             await self._wait_open()
         ref = self._status.ref
-        reason = constraint.unmet_by(ref.version if ref else None)
+        reason = constraint.unmet_by(ref.version, ref.run) if ref else constraint.unmet_by(None)
         if ref is not None and reason is None:
             return ref
         raise self._refusal(constraint, reason)
@@ -93,7 +93,12 @@ class Gate:
                 None, f"replica {status.replica} serves nothing yet: {status.reason}", 1
             )
         wanted = f"{'exactly' if constraint.exact_version is not None else 'at least'} version"
-        wanted = f"{wanted} {constraint.target}"
+        wanted = "any version" if constraint.target is None else f"{wanted} {constraint.target}"
+        if constraint.run is not None:
+            wanted = f"{wanted} of run {constraint.run!r}"
+        if reason is NotReadyReason.OTHER_RUN:
+            self._wake()  # the board's current run may have changed
+            return NotAdmittedError(reason, f"{wanted} is wanted and {status.ref} is served", 1)
         if reason is NotReadyReason.AHEAD:
             return NotAdmittedError(
                 reason, f"{wanted} is wanted and {status.applied} is served already", 1

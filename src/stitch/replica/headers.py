@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from multidict import CIMultiDict
 
 from stitch.replica.framing import Head
+from stitch.types import VersionRef
 
 START = "X-Stitch-Version-Start"
 END = "X-Stitch-Version-End"
 RUN = "X-Stitch-Run"
+RUN_END = "X-Stitch-Run-End"
 MIN = "X-Stitch-Min-Version"
 EXACT = "X-Stitch-Exact-Version"
 
@@ -26,9 +28,11 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     b"content-encoding",  # the server has decoded the body
     MIN.lower().encode(), EXACT.lower().encode(), RUN.lower().encode(),
 }  # fmt: skip
-_START, _END, _RUN = START.encode(), END.encode(), RUN.encode()
+_START, _END, _RUN, _RUN_END = START.encode(), END.encode(), RUN.encode(), RUN_END.encode()
 ENGINE_START, ENGINE_END = _START.lower(), _END.lower()
-_NOT_DOWNSTREAM = HOP_BY_HOP | {b"content-length", ENGINE_START, ENGINE_END, _RUN.lower()}
+_NOT_DOWNSTREAM = HOP_BY_HOP | {
+    b"content-length", ENGINE_START, ENGINE_END, _RUN.lower(), _RUN_END.lower(),
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -58,11 +62,13 @@ def as_text(fields: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
     )
 
 
-def stamps(run: str, start: int, end: int | None) -> list[tuple[bytes, bytes]]:
+def stamps(start: VersionRef, end: VersionRef | None) -> list[tuple[bytes, bytes]]:
     """The headers that say which version an answer began and, if known, ended on."""
-    fields = [(_RUN, run.encode()), (_START, b"%d" % start)]
+    fields = [(_RUN, start.run.encode()), (_START, b"%d" % start.version)]
     if end is not None:
-        fields.append((_END, b"%d" % end))
+        fields.append((_END, b"%d" % end.version))
+        if end.run != start.run:
+            fields.append((_RUN_END, end.run.encode()))
     return fields
 
 

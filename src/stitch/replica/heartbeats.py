@@ -29,6 +29,7 @@ class HeartbeatWriter:
         self, run: Run, status: ReplicaStatus, *, url: str, region: str, interval_s: float
     ) -> None:
         self._run = run
+        self._left: list[Run] = []
         self._status = status
         self._url = url
         self._region = region
@@ -37,6 +38,12 @@ class HeartbeatWriter:
         self._worker = Worker("stitch-heartbeat")
         self._changed = asyncio.Event()
         status.listeners.append(self._changed.set)
+
+    def follow(self, run: Run) -> None:
+        """Write under another run from now on, and take the replica off the one before."""
+        self._left.append(self._run)
+        self._run = run
+        self._changed.set()
 
     async def beat_forever(self) -> None:
         while True:
@@ -54,27 +61,31 @@ class HeartbeatWriter:
         self._seq += 1
         try:
             await self._worker.run(self._run.put_heartbeat, self._now())
+            while self._left:  # after the new one, so that the replica is always somewhere
+                await self._worker.run(self._remove_own, self._left[0])
+                del self._left[0]
         except StitchError as error:
             log.warning("event=heartbeat_failed seq=%d error=%s", self._seq, error)
 
     async def remove(self) -> None:
         """Take the replica off the board; it stopped in good order."""
         try:
-            await self._worker.run(self._remove_own)
+            for run in [*self._left, self._run]:
+                await self._worker.run(self._remove_own, run)
         except StitchError as error:
             log.warning("event=heartbeat_not_removed error=%s", error)
 
-    def _remove_own(self) -> None:
+    def _remove_own(self, run: Run) -> None:
         """Delete the heartbeat, unless another process writes under this id by now."""
         status = self._status
-        found = [beat for beat in self._run.heartbeats() if beat.replica == status.replica]
+        found = [beat for beat in run.heartbeats() if beat.replica == status.replica]
         if found and found[0].boot != status.boot:
             log.warning(
                 "event=heartbeat_of_another replica=%s boot=%s ours=%s url=%s",
                 status.replica, found[0].boot, status.boot, found[0].url,
             )  # fmt: skip
             return
-        self._run.delete_heartbeat(status.replica)
+        run.delete_heartbeat(status.replica)
 
     def _now(self) -> Heartbeat:
         status = self._status

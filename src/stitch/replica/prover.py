@@ -21,9 +21,11 @@ from stitch.errors import (
     CorruptRecordError,
     EngineUnreachableError,
     FatalReplicaError,
+    NoRouteError,
     StoreError,
+    UsageError,
 )
-from stitch.mirror import Mirror
+from stitch.mirror import Mirror, from_anchor_on_line, lead, line_of, recognise
 from stitch.records import AnchorRecord
 from stitch.replica.committer import Committer
 from stitch.replica.state import ReplicaStatus
@@ -119,29 +121,30 @@ class Prover:
 
         Returns the mirror at that version; raises BaseMismatchError if the weights are not it.
         """
-        if label is not None and label.run == run.name and label.version > 0:
+        labelled = await self._worker.run(_run_of, run, label) if label is not None else None
+        if label is not None and labelled is not None:
             self._status.move(ReplicaState.VERIFYING, f"proving that the engine serves {label}")
-            mirror = await self._worker.run(self._mirror_at, run, mirror, label)
+            mirror = await self._worker.run(self._mirror_at, labelled, mirror, label)
             ref = label
         else:
             ref = await self._worker.run(_identify, run, mirror)
         await self._engine.bind(ref, mirror.digest)
-        self._status.run, self._status.applied = run.name, ref.version
+        self._status.run, self._status.applied = ref.run, ref.version
         self._committer.holds = mirror.digests
         self._status.in_doubt = None
         return mirror
 
     def _mirror_at(self, run: Run, mirror: Mirror, ref: VersionRef) -> Mirror:
-        """The mirror at `ref`: from the checkpoint if that is of the run, else from an anchor."""
+        """The mirror at `ref`: from the checkpoint if that leads there, else from an anchor."""
         try:
             _identify(run, mirror)
-        except BaseMismatchError:
-            older = [version for version in run.anchors() if version <= ref.version]
-            anchor = run.anchor(max(older)) if older else None
-            if anchor is None:
-                raise
-            mirror = Mirror.from_anchor(run, anchor, scratch=self._scratch)
-        mirror.advance(
+        except BaseMismatchError as mismatch:
+            try:
+                mirror = from_anchor_on_line(run, ref.version, scratch=self._scratch)
+            except NoRouteError as error:
+                raise BaseMismatchError(f"{mismatch}; {error}") from None
+        lead(
+            mirror,
             run,
             ref.version,
             scratch=self._scratch,
@@ -156,7 +159,7 @@ class Prover:
         The label it gets until then names its content, so the stage's old-bits check has a base
         and no version is claimed.
         """
-        anchor = await self._worker.run(_newest_anchor, run)
+        owner, anchor = await self._worker.run(_newest_anchor, run)
         if anchor is None:
             raise FatalReplicaError(
                 f"{mismatch}; the board holds no anchor of the run to enter by: start the engine "
@@ -175,15 +178,16 @@ class Prover:
         self._status.move(ReplicaState.VERIFYING, f"fetching anchor {anchor.version}")
         label = VersionRef(f"unproven-{mirror.digest[:16]}", 0)
         await self._engine.bind(label, mirror.digest)
-        update: UpdateSet = await self._worker.run(mirror.jump, run, anchor, self._scratch)
-        target = VersionRef(run.name, anchor.version)
+        update: UpdateSet = await self._worker.run(mirror.jump, owner, anchor, self._scratch)
+        target = VersionRef(owner.name, anchor.version)
         await self._committer.apply(label, target, update, mirror.digests)
 
 
 def _identify(run: Run, mirror: Mirror) -> VersionRef:
-    """Which version the checkpoint is: the base, or one of the newest (a checked-out one)."""
+    """Which version the checkpoint is: the base of the run or of one that it was forked from, or
+    one of the newest (a checked-out one)."""
     try:
-        return mirror.identify(run)
+        return recognise(mirror, run)
     except BaseMismatchError as mismatch:
         newest = run.newest()
         try:
@@ -192,6 +196,25 @@ def _identify(run: Run, mirror: Mirror) -> VersionRef:
             raise mismatch from None
 
 
-def _newest_anchor(run: Run) -> AnchorRecord | None:
-    versions = run.anchors()
-    return run.anchor(max(versions)) if versions else None
+def _run_of(run: Run, label: VersionRef) -> Run | None:
+    """The run whose version the engine says it serves, if that is on the board and can be proven by
+    its patches; None for what the checkpoint alone must prove."""
+    if label.version == 0:
+        return None
+    if label.run == run.name:
+        return run
+    try:
+        found = run.board.open_run(label.run)
+        found.digest(label.version)
+    except UsageError:
+        return None
+    return found if found.record.schema_digest == run.record.schema_digest else None
+
+
+def _newest_anchor(run: Run) -> tuple[Run, AnchorRecord | None]:
+    """The newest anchor of the run, else of one that it was forked from, up to the fork."""
+    for part in line_of(run):
+        versions = [v for v in part.run.anchors() if part.end is None or v <= part.end]
+        if versions:
+            return part.run, part.run.anchor(max(versions))
+    return run, None

@@ -27,8 +27,14 @@ from stitch.replica.raw_answer import RawAnswer
 from stitch.replica.replica_metrics import ReplicaMetrics
 from stitch.replica.routes import Route
 from stitch.replica.salt import salted
-from stitch.replica.stamps import StreamStamper, is_stamped, stamp_json, stamped_end
-from stitch.replica.state import ReplicaStatus
+from stitch.replica.stamps import (
+    StreamStamper,
+    is_stamped,
+    stamp_json,
+    stamp_run,
+    stamped_end,
+)
+from stitch.replica.state import ReplicaStatus, version_ref
 from stitch.types import VersionConstraint, VersionRef
 
 log = logging.getLogger("stitch.replica.proxy")
@@ -121,9 +127,8 @@ class Proxy:
             return self._unreachable(error)
         try:
             head = upstream.head
-            start = hdr.version(head, hdr.ENGINE_START)
-            start = ref.version if start is None else start
-            if constraint.unmet_by(start) is not None:
+            start = self._as_ref(hdr.version(head, hdr.ENGINE_START), ref, at_end=False) or ref
+            if constraint.unmet_by(start.version, start.run) is not None:
                 return broken_start_answer(start, constraint, self._status)
             bodiless = has_no_body(request.method.encode("ascii"), head)
             if not bodiless and _is_plain(head):
@@ -141,7 +146,7 @@ class Proxy:
         return error_answer(502, "EngineUnreachableError", str(error), headers={"Retry-After": "1"})
 
     async def _stamped_json(
-        self, upstream: EngineAnswer, ref: VersionRef, start: int
+        self, upstream: EngineAnswer, ref: VersionRef, start: VersionRef
     ) -> web.StreamResponse:
         try:
             payload = upstream.whole()
@@ -149,13 +154,17 @@ class Proxy:
                 payload = await upstream.read()
         except EngineUnreachableError as error:
             return self._unreachable(error)
-        end = hdr.version(upstream.head, hdr.ENGINE_END)
-        if hdr.ENGINE_START in upstream.head.last and is_stamped(payload):
-            end = stamped_end(payload) if end is None else end
+        number = hdr.version(upstream.head, hdr.ENGINE_END)
+        by_engine = hdr.ENGINE_START in upstream.head.last and is_stamped(payload)
+        if by_engine and number is None:
+            number = stamped_end(payload)
+        end = self._as_ref(number, ref, at_end=True)
+        if by_engine:
+            payload = stamp_run(payload, start, end or start) or payload
         else:
-            end = await self._end_version(ref) if end is None else end
+            end = end or await self._end(ref)
             payload = stamp_json(payload, start, end) or payload
-        fields = hdr.to_client(upstream.head) + hdr.stamps(ref.run, start, end)
+        fields = hdr.to_client(upstream.head) + hdr.stamps(start, end)
         return RawAnswer(upstream.head.status, upstream.head.reason, fields, payload)
 
     async def _stream(
@@ -163,11 +172,13 @@ class Proxy:
         request: web.BaseRequest,
         upstream: EngineAnswer,
         ref: VersionRef,
-        start: int,
+        start: VersionRef,
         stamper: StreamStamper | None,
     ) -> web.StreamResponse:
         head = upstream.head
-        stamps = hdr.stamps(ref.run, start, hdr.version(head, hdr.ENGINE_END))
+        stamps = hdr.stamps(
+            start, self._as_ref(hdr.version(head, hdr.ENGINE_END), ref, at_end=True)
+        )
         out = hdr.as_text(hdr.to_client(head) + stamps)
         if head.content_type == b"text/event-stream":
             out["X-Accel-Buffering"] = "no"
@@ -183,14 +194,14 @@ class Proxy:
             async for chunk in upstream.chunks():
                 if stamper is not None:
                     may_end = stamper.is_holding or b"]" in chunk
-                    end = await self._end_version(ref) if may_end else ref.version
+                    end = await self._end(ref) if may_end else ref
                     chunk = stamper.feed(chunk, start, end)
                 if chunk:
                     await answer.write(chunk)
         except EngineUnreachableError as error:
             self._cut(request, error)
             return answer
-        if stamper is not None and (rest := stamper.finish(start, await self._end_version(ref))):
+        if stamper is not None and (rest := stamper.finish(start, await self._end(ref))):
             await answer.write(rest)
         return answer
 
@@ -201,7 +212,22 @@ class Proxy:
         if request.transport is not None:
             request.transport.abort()
 
-    async def _end_version(self, ref: VersionRef) -> int:
+    def _as_ref(
+        self, number: int | None, admitted: VersionRef, *, at_end: bool
+    ) -> VersionRef | None:
+        """A number that the engine stamped, with its run.
+
+        Engines stamp numbers alone. Where the run has changed since the request was admitted, the
+        live version's number is taken for that, unless the answer may have begun before.
+        """
+        if number is None:
+            return None
+        status, run = self._status, admitted.run
+        if number == status.applied and (at_end or number != admitted.version):
+            run = status.run or run
+        return version_ref(run, number)
+
+    async def _end(self, ref: VersionRef) -> VersionRef:
         """The version that is live now. During a commit it is known only after it, so wait.
 
         If it does not become known, the one that may be live: the range is never too narrow.
@@ -209,7 +235,11 @@ class Proxy:
         if self._gate.is_closed:
             await self._gate.settled()
         status = self._status
-        return max(ref.version, status.applied or 0, status.in_doubt or 0)
+        live = [ref, status.in_doubt or ref]
+        if status.run is not None and status.applied is not None:
+            live.append(version_ref(status.run, status.applied))
+        others = [one for one in live[1:] if one.run != ref.run]
+        return max(live) if not others else others[0]
 
 
 async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
@@ -248,14 +278,17 @@ async def read_request(request: web.BaseRequest, max_bytes: int) -> bytes:
 
 
 def header_constraint(request: web.BaseRequest) -> VersionConstraint:
-    """The constraint in X-Stitch-Min-Version or X-Stitch-Exact-Version; raises ConstraintError."""
+    """The constraint in X-Stitch-Min-Version, X-Stitch-Exact-Version and X-Stitch-Run; raises
+    ConstraintError."""
     found = request.headers
-    if hdr.MIN not in found and hdr.EXACT not in found:
+    if hdr.MIN not in found and hdr.EXACT not in found and hdr.RUN not in found:
         return NO_CONSTRAINT
-    for name in (hdr.MIN, hdr.EXACT):
+    for name in (hdr.MIN, hdr.EXACT, hdr.RUN):
         if len(found.getall(name, ())) > 1:
             raise ConstraintError(f"the header {name} is given more than once")
-    return VersionConstraint.parse_headers(found.get(hdr.MIN), found.get(hdr.EXACT))
+    return VersionConstraint.parse_headers(
+        found.get(hdr.MIN), found.get(hdr.EXACT), found.get(hdr.RUN)
+    )
 
 
 def _is_plain(head: Head) -> bool:

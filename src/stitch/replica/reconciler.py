@@ -30,9 +30,11 @@ from stitch.errors import (
 from stitch.mirror import AdvanceError
 from stitch.replica.committer import Committed, Committer, EngineRestartedError
 from stitch.replica.config import ReplicaConfig
+from stitch.replica.current_run import CurrentRun
 from stitch.replica.prover import Prover
 from stitch.replica.replica_metrics import ReplicaMetrics
 from stitch.replica.state import CommitTiming, ReplicaStatus, describe_error
+from stitch.replica.switching import Switcher
 from stitch.replica.worker import Worker
 from stitch.types import ReplicaState, VersionRef
 
@@ -68,21 +70,23 @@ class Reconciler:
         self._reprove = False
         self._fetched_bytes = 0
         self._looked_s = float("-inf")
+        self._switcher = Switcher(config, worker)
+        self._current = CurrentRun(config.run)
+        self.on_run: Callable[[Run], None] = lambda run: None
+        """Called when versions of another run are served."""
 
     async def find_run(self, board: Board) -> Run:
         """Wait until the wanted run is on the board. Raises UsageError for an unusable board."""
         while True:
             self._wake.clear()
             try:
-                run = await self._worker.run(_current_run, board, self._config.run)
-                if run is not None:
-                    self._num_faults = 0
-                    self._status.run = run.name
-                    return run
-                self._status.move(ReplicaState.BOOTING, "no run on the board yet")
-                await self._pause(self._config.poll_interval_s)
+                run = await self._worker.run(self._current.first, board)
+                self._num_faults = 0
+                self._status.run = run.name
+                return run
             except RunNotFoundError as error:
-                self._status.move(ReplicaState.BOOTING, f"waiting for the run: {error}")
+                waiting = "" if self._config.run is None else "waiting for the run: "
+                self._status.move(ReplicaState.BOOTING, f"{waiting}{error}")
                 await self._pause(self._config.poll_interval_s)
             except StoreError as error:
                 await self._fault(error)
@@ -106,7 +110,7 @@ class Reconciler:
         )
         while True:
             self._reprove = False
-            await self._follow(run, await self._proven(prover, run), committer)
+            run = await self._follow(run, await self._proven(prover, run), committer)
 
     async def _proven(self, prover: Prover, run: Run) -> Mirror:
         while True:
@@ -120,14 +124,24 @@ class Reconciler:
             except StitchError as error:
                 await self._fault(error)
 
-    async def _follow(self, run: Run, mirror: Mirror, committer: Committer) -> None:
-        """Keep the engine on the newest version until it must be proven anew."""
+    async def _follow(self, run: Run, mirror: Mirror, committer: Committer) -> Run:
+        """Keep the engine on the newest version until it must be proven anew.
+
+        Returns the run that is followed then, which is another one if the board's current run is.
+        """
         self._status.move(ReplicaState.CATCHING_UP, "looking at the board")
         while not self._reprove:
+            woken = self._wake.is_set() or not self._status.caught_up
             self._wake.clear()
             try:
-                await self._look(run)
-                await self._step(run, mirror, committer)
+                looked = self._current.is_due(woken)
+                if looked:
+                    run = await self._worker.run(self._current.after, run)
+                if mirror.ref is not None and mirror.ref.run != run.name:
+                    mirror = await self._switch(run, mirror, committer)
+                if woken or not looked:
+                    await self._look(run)
+                    await self._step(run, mirror, committer)
             except FatalError:
                 raise
             except EngineRestartedError as error:
@@ -135,13 +149,46 @@ class Reconciler:
                 self.ask_reprove()
                 continue
             except StitchError as error:
-                moved = mirror.ref is None or mirror.ref.version != self._status.applied
+                served = (self._status.run, self._status.applied)
+                moved = mirror.ref is None or (mirror.ref.run, mirror.ref.version) != served
                 if moved or self._status.in_doubt is not None:
                     self.ask_reprove()  # the mirror may not be what the engine holds
                 await self._fault(error)
                 continue
             self._num_faults = 0
             await self._pause(self._config.poll_interval_s)
+        return run
+
+    async def _switch(self, run: Run, mirror: Mirror, committer: Committer) -> Mirror:
+        """Bring the engine to another run in one transaction; returns the mirror that follows."""
+        here, digests = mirror.ref, mirror.digests
+        assert here is not None
+        busy = ReplicaState.FETCHING if self._status.caught_up else ReplicaState.CATCHING_UP
+        self._status.move(busy, f"going over from {here} to run {run.name}")
+        started_s = time.monotonic()
+        self._fetched_bytes = 0
+        try:
+            transfer = await self._worker.run(self._switcher.prepare, run, mirror)
+        except StitchError as error:
+            self._status.blocked = f"run {run.name}: {describe_error(error)}"
+            raise
+        fetch_s = time.monotonic() - started_s
+        there = transfer.mirror.ref
+        assert there is not None
+        try:
+            done = await committer.apply(here, there, transfer.update, transfer.mirror.digests)
+        except FatalError:
+            raise
+        except StitchError:
+            self._metrics.commits.add(1.0, "failed")
+            if transfer.mirror is mirror:
+                await self._worker.run(mirror.undo, transfer.update, here, digests)
+            raise
+        self._status.blocked = ""
+        log.warning("event=run_switched from=%s to=%s", here, there)
+        self.on_run(run)
+        await self._record(run, here, there, done, fetch_s)
+        return transfer.mirror
 
     async def _look(self, run: Run) -> None:
         """See which version is the newest; no oftener than the board can be asked to bear."""
@@ -259,7 +306,7 @@ class Reconciler:
     ) -> None:
         served_s = time.time()
         try:
-            published_s = (await self._worker.run(run.manifest, there.version)).created_unix_s
+            published_s = await self._worker.run(_created_unix_s, run, there.version)
         except StitchError as error:  # the version is served all the same
             log.warning("event=manifest_unread version=%d error=%s", there.version, error)
             published_s = served_s
@@ -326,11 +373,6 @@ class Reconciler:
                 return
 
 
-def _current_run(board: Board, name: str | None) -> Run | None:
-    """The named run, or that of the board's current epoch; None before the first epoch."""
-    if name is None:
-        epoch = board.current_epoch()
-        if epoch is None:
-            return None
-        name = epoch.run
-    return board.open_run(name)
+def _created_unix_s(run: Run, version: int) -> float:
+    """When a version was published; of version 0, when its run was created."""
+    return run.manifest(version).created_unix_s if version else run.record.created_unix_s

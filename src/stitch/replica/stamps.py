@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from stitch.replica.body import splice_members
+from stitch.types import VersionRef
 
 MAX_HELD_BYTES = 64 * 1024
 """Lines before an event's data are held at most this long; longer ones cannot be the end."""
@@ -22,10 +23,24 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _DONE = (b"data: [DONE]", b"data:[DONE]")
 
 
-def stamp_json(body: bytes, start: int, end: int) -> bytes | None:
-    """`body` with both versions as its last members; None if it is not a JSON object."""
-    members = f'"weight_version_start":{start},"weight_version_end":{end}'.encode()
-    return splice_members(body, members) if body.lstrip()[:1] == b"{" else None
+def stamp_json(body: bytes, start: VersionRef, end: VersionRef) -> bytes | None:
+    """`body` with both versions and their run as its last members; None if it is no JSON object."""
+    members = (
+        f'"weight_version_start":{start.version},"weight_version_end":{end.version},'
+        f"{_runs(start, end)}"
+    )
+    return splice_members(body, members.encode()) if body.lstrip()[:1] == b"{" else None
+
+
+def stamp_run(body: bytes, start: VersionRef, end: VersionRef) -> bytes | None:
+    """`body`, into which the engine has put its versions, with their run as its last members."""
+    return splice_members(body, _runs(start, end).encode())
+
+
+def _runs(start: VersionRef, end: VersionRef) -> str:
+    """Members that name the run, or both where an answer began on one and ended on another."""
+    member = f'"weight_run":"{start.run}"'
+    return member if start.run == end.run else f'{member},"weight_run_end":"{end.run}"'
 
 
 def is_stamped(body: bytes) -> bool:
@@ -39,11 +54,12 @@ def stamped_end(body: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
-def stamp_event(start: int, end: int) -> bytes:
+def stamp_event(start: VersionRef, end: VersionRef) -> bytes:
     """The event that ends a stream: both versions, shaped so that chunk parsers skip it."""
     return (
         'data: {"object":"stitch.versions","choices":[],'
-        f'"weight_version_start":{start},"weight_version_end":{end}}}\n\n'
+        f'"weight_version_start":{start.version},"weight_version_end":{end.version},'
+        f"{_runs(start, end)}}}\n\n"
     ).encode()
 
 
@@ -52,7 +68,7 @@ class StreamStamper:
 
     `feed` returns the bytes to send now. It raises nothing: what is not an event stream passes
     through. After the last chunk call `finish`. When the engine already sent a stamp event, nothing
-    is added.
+    is added, unless the run has changed, of which the engine's says nothing.
     """
 
     def __init__(self) -> None:
@@ -61,13 +77,14 @@ class StreamStamper:
         self._last = b"\n"
         self._tail = b""
         self._stamped = False
+        self._told_runs = False
 
     @property
     def is_holding(self) -> bool:
         """Whether bytes are held back; the next ones may turn them into the end."""
         return bool(self._held)
 
-    def feed(self, chunk: bytes, start: int, end: int) -> bytes:
+    def feed(self, chunk: bytes, start: VersionRef, end: VersionRef) -> bytes:
         """Take the next bytes of the stream; `end` is the version at this moment."""
         self._note(chunk)
         data = self._held + chunk if self._held else chunk
@@ -88,14 +105,14 @@ class StreamStamper:
             self._last = b"\n"
         return out[0] if len(out) == 1 else b"".join(out)
 
-    def finish(self, start: int, end: int) -> bytes:
+    def finish(self, start: VersionRef, end: VersionRef) -> bytes:
         """The last bytes: what was held, and the stamp if no `[DONE]` came."""
         out: list[bytes] = []
         last_line = _LINE_END.split(self._held)[-1].rstrip()
         if last_line in _DONE:
             self._stamp(out, start, end)
             out.append(self._held)
-        elif not self._stamped:
+        elif self._adds(start, end):
             unfinished = self._in_event or bool(self._held)
             out += [self._held, b"\n\n" if unfinished else b""]
             self._stamp(out, start, end)
@@ -110,10 +127,13 @@ class StreamStamper:
             self._stamped = _STAMP_EVENT in self._tail + chunk
             self._tail = (self._tail + chunk)[-len(_STAMP_EVENT) :]
 
-    def _stamp(self, out: list[bytes], start: int, end: int) -> None:
-        if not self._stamped:
+    def _adds(self, start: VersionRef, end: VersionRef) -> bool:
+        return not self._stamped or (start.run != end.run and not self._told_runs)
+
+    def _stamp(self, out: list[bytes], start: VersionRef, end: VersionRef) -> None:
+        if self._adds(start, end):
             out.append(stamp_event(start, end))
-            self._stamped = True
+            self._stamped = self._told_runs = True
 
     def _skip_event(self, data: bytes, position: int, out: list[bytes]) -> int:
         """Pass on the rest of an event; returns the position after it, or the end of the data.

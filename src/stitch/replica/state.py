@@ -46,7 +46,7 @@ class CommitTiming:
 
 
 @functools.lru_cache(maxsize=8)
-def _ref(run: str, version: int) -> VersionRef:
+def version_ref(run: str, version: int) -> VersionRef:
     """Checked once per version instead of once per request."""
     return VersionRef(run, version)
 
@@ -63,7 +63,7 @@ class ReplicaStatus:
     run: str | None = None
     applied: int | None = None
     newest: int | None = None
-    in_doubt: int | None = None
+    in_doubt: VersionRef | None = None
     """A version that the engine may serve though `applied` is another: while a commit is under way,
     and after one whose outcome is not known. Nothing is admitted until it is."""
     caught_up: bool = False
@@ -98,7 +98,7 @@ class ReplicaStatus:
             return None
         if self.in_doubt is not None:
             return None
-        return _ref(self.run, self.applied)
+        return version_ref(self.run, self.applied)
 
     @property
     def lag(self) -> int | None:
