@@ -79,7 +79,10 @@ ATTACH = ["--board", "b", "--model", "m", "--engine-url", "http://127.0.0.1:1"]
         (["--model", "m"], "no board is given"),
         (["--board", "b"], "model is not set: give --model"),
         (["--board", "b", "--model", "m", "--port", "x"], "port must be a whole number"),
-        (["--board", "b", "--model", "m", "--engine", "other"], "one of embedded, vllm, sglang, attach"),
+        (
+            ["--board", "b", "--model", "m", "--engine", "other"],
+            "one of embedded, vllm, sglang, attach",
+        ),
         ([*ATTACH, "--", "--dtype", "x"], "takes no arguments"),
         (["--board", "b", "--model", "m", "--admin-token", "x"], "unrecognized arguments"),
     ],
