@@ -19,7 +19,8 @@ from stitch.board import Board, open_board
 from stitch.testing.fault_proxy import FaultProxy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "board"))  # for board_kit
-pytest.register_assert_rewrite("stitch.testing.store_contract")
+if "stitch.testing.store_contract" not in sys.modules:
+    pytest.register_assert_rewrite("stitch.testing.store_contract")
 
 collect_ignore_glob = [] if os.environ.get("STITCH_STORE_SERVERS") else ["test_*.py"]
 
