@@ -17,7 +17,7 @@ from stitch.replica.gate import Gate
 from stitch.replica.run import run_fast
 from stitch.replica.salt import salted
 from stitch.replica.stamps import stamp_json
-from stitch.types import VersionConstraint
+from stitch.types import VersionConstraint, VersionRef
 
 DROPPED = frozenset(
     {"host", "content-length", "transfer-encoding", "connection", "accept-encoding", "keep-alive"}
@@ -30,19 +30,19 @@ class Rewriting:
     def __init__(self) -> None:
         self.gate = Gate(serving_status(), lambda: None)
 
-    async def request(self, data: bytes, headers: Mapping[str, str]) -> tuple[bytes, int]:
+    async def request(self, data: bytes, headers: Mapping[str, str]) -> tuple[bytes, VersionRef]:
         body = read_body(data, "cache_salt")
         given = VersionConstraint.parse_headers(
             headers.get("x-stitch-min-version"), headers.get("x-stitch-exact-version")
         )
         ref = await self.gate.admit(merge_constraints(body.constraint, given))
-        return salted(body, "cache_salt", ref), ref.version
+        return salted(body, "cache_salt", ref), ref
 
     @staticmethod
-    def answer(payload: bytes, version: int) -> tuple[bytes, dict[str, str]]:
-        text = str(version)
+    def answer(payload: bytes, ref: VersionRef) -> tuple[bytes, dict[str, str]]:
+        text = str(ref.version)
         headers = {"X-Stitch-Version-Start": text, "X-Stitch-Version-End": text}
-        return stamp_json(payload, version, version) or payload, headers
+        return stamp_json(payload, ref, ref) or payload, headers
 
 
 def kept(headers: Mapping[str, str]) -> dict[str, str]:
@@ -62,11 +62,11 @@ async def aiohttp_stack(engine_url: str) -> None:
     )
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        data, version = await rewriting.request(await request.read(), request.headers)
+        data, ref = await rewriting.request(await request.read(), request.headers)
         async with session.request(
             request.method, engine_url + request.path_qs, data=data, headers=kept(request.headers)
         ) as upstream:
-            payload, stamps = rewriting.answer(await upstream.read(), version)
+            payload, stamps = rewriting.answer(await upstream.read(), ref)
             headers = kept(upstream.headers) | stamps
             return web.Response(body=payload, status=upstream.status, headers=headers)
 
@@ -90,14 +90,14 @@ async def starlette_stack(engine_url: str) -> None:
     client = httpx.AsyncClient(limits=limits, timeout=None)
 
     async def handle(request: Request) -> Response:
-        data, version = await rewriting.request(await request.body(), request.headers)
+        data, ref = await rewriting.request(await request.body(), request.headers)
         upstream = await client.request(
             request.method,
             engine_url + request.url.path,
             content=data,
             headers=kept(request.headers),
         )
-        payload, stamps = rewriting.answer(upstream.content, version)
+        payload, stamps = rewriting.answer(upstream.content, ref)
         headers = kept(upstream.headers) | stamps
         return Response(payload, status_code=upstream.status_code, headers=headers)
 
