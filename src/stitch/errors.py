@@ -63,6 +63,10 @@ class CorruptRecordError(UsageError):
     """A JSON record on the board is malformed; the message names key and field."""
 
 
+class UntrustedRecordError(CorruptRecordError):
+    """A record on the board carries no valid signature by a key that is trusted."""
+
+
 class RunNotFoundError(UsageError):
     """The board has no such run."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stitch.board import blobs, keys
@@ -22,6 +22,8 @@ from stitch.board.epochs import Epochs
 from stitch.board.log import Run
 from stitch.board.probe import probe_create_if_absent
 from stitch.board.schemas import pack_schema
+from stitch.board.signed_store import SignedStore, Signing, as_signing, claimed_signer
+from stitch.board.signing import Signer, TrustedKeys
 from stitch.board.store import ObjectStore, memory_store
 from stitch.errors import CorruptRecordError, RunExistsError, RunNotFoundError, UsageError
 from stitch.records import BlobRef, EpochRecord, RunRecord
@@ -37,7 +39,12 @@ class Board:
         *,
         patience: Patience | None = None,
         sweep: Callable[[float], int] = lambda older_than_s: 0,
+        cache: BlobCache | None = None,
+        signing: Signing | None = None,
     ) -> None:
+        self.signed = None if signing is None else SignedStore(store, signing)
+        store = store if self.signed is None else self.signed
+        store = store if cache is None else CachingStore(store, cache)
         self.store = store
         self.patience = patience or Patience()
         self._sweep = sweep
@@ -51,6 +58,22 @@ class Board:
 
     def __repr__(self) -> str:
         return f"Board({self.url!r})"
+
+    def signed_by(self, key: str) -> str | None:
+        """Id of the key that signed the record at `key`, None if it is not signed.
+
+        Checked, with UntrustedRecordError, if this board was opened with trusted keys; otherwise
+        only what the record says.
+        """
+        if self.signed is not None:
+            return self.signed.signed_by(key, max_bytes=MAX_RECORD_BYTES)
+        data = self.store.get(key, max_bytes=MAX_RECORD_BYTES)
+        return None if data is None else claimed_signer(key, data)
+
+    @property
+    def signers(self) -> list[str] | None:
+        """Ids of the keys whose signatures were met so far; None if none are checked."""
+        return None if self.signed is None else self.signed.signers
 
     def runs(self) -> list[str]:
         """Names of all runs, sorted. Folders without a `run.json` are not runs."""
@@ -149,14 +172,18 @@ def open_board(
     create: bool = True,
     patience: Patience | None = None,
     cache: BlobCache | None = None,
+    signing_key: Signer | Path | None = None,
+    trusted_keys: TrustedKeys | Sequence[Path] | None = None,
 ) -> Board:
     """Open the board at an address: a directory, `file://`, `memory://NAME`, `s3://`, `gs://` or
     `az://` (see `stitch.board.addresses` for their forms and options).
 
     A missing directory is made if `create` is set, else StoreUnsuitableError. Boards of one
     memory name share their content within the process. Clouds are not asked anything yet. Blobs
-    are read over `cache`, if one is given.
+    are read over `cache`, if one is given. Records that are written are signed with `signing_key`;
+    with `trusted_keys` none is read that was not signed by one of them (UntrustedRecordError).
     """
+    signing = as_signing(signing_key, trusted_keys)
     if isinstance(where, Path):
         root: Path | None = where
     else:
@@ -165,11 +192,7 @@ def open_board(
     if root is not None:
         directory = open_directory(root.expanduser().absolute(), create=create)
         sweep = directory.sweep_temporaries
-        return Board(_cached(directory, cache), patience=patience, sweep=sweep)
-    if address.scheme == "memory":
-        return Board(_cached(memory_store(address.bucket), cache), patience=patience)
-    return Board(_cached(cloud_store(address), cache), patience=patience)
-
-
-def _cached(store: ObjectStore, cache: BlobCache | None) -> ObjectStore:
-    return store if cache is None else CachingStore(store, cache)
+        return Board(directory, patience=patience, sweep=sweep, cache=cache, signing=signing)
+    is_memory = address.scheme == "memory"
+    store = memory_store(address.bucket) if is_memory else cloud_store(address)
+    return Board(store, patience=patience, cache=cache, signing=signing)

@@ -22,6 +22,7 @@ from stitch.errors import (
     BaseMismatchError,
     SchemaMismatchError,
     StoreError,
+    UntrustedRecordError,
     UsageError,
     VersionNotFoundError,
 )
@@ -71,6 +72,11 @@ class Run:
         nothing follows it costs one request.
         """
         return self._manifests.newest(after)
+
+    @property
+    def refusal(self) -> UntrustedRecordError | None:
+        """Why what lies after the newest version is not one: nobody who is trusted signed it."""
+        return self._manifests.refusal
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a published version (cached).

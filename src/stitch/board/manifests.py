@@ -15,6 +15,7 @@ from stitch.errors import (
     CorruptRecordError,
     PublishConflictError,
     StoreError,
+    UntrustedRecordError,
     VersionNotFoundError,
 )
 from stitch.records import Manifest
@@ -38,6 +39,8 @@ class Manifests:
         self._cache: OrderedDict[int, Manifest] = OrderedDict()
         self._newest = 0
         self._damaged: set[int] = set()
+        self._refusal: UntrustedRecordError | None = None
+        self._told = ""
 
     def newest(self, after: int | None = None) -> int:
         """The newest published version, 0 if only the base exists.
@@ -47,6 +50,7 @@ class Manifests:
         """
         with self._lock:
             known = max(check_version(after or 0), self._newest)
+            self._refusal = None
         version = last_in_sequence(self._exists, known, limit=MAX_VERSION, hint=self._heads.version)
         with self._lock:
             while version > known and version in self._damaged:
@@ -54,6 +58,12 @@ class Manifests:
             if version > known:
                 self._newest = max(version, self._newest)
         return version
+
+    @property
+    def refusal(self) -> UntrustedRecordError | None:
+        """Why the version after the newest is not taken for one, though it is there."""
+        with self._lock:
+            return self._refusal
 
     def get(self, version: int) -> Manifest:
         """The manifest of `version`; one that ought to be visible is waited for, within bounds.
@@ -119,6 +129,14 @@ class Manifests:
     def _exists(self, version: int) -> bool:
         try:
             return self._load(version) is not None
+        except UntrustedRecordError as error:
+            # Nobody whom we trust published it: for us it is not there, and we say why.
+            with self._lock:
+                self._refusal = error
+                is_news, self._told = str(error) != self._told, str(error)
+            if is_news:
+                log.warning("event=untrusted_manifest error=%s", error)
+            return False
         except CorruptRecordError as error:
             with self._lock:
                 first_time = version not in self._damaged

@@ -26,6 +26,14 @@ class CommonConfig:
 
     board: str | None = setting(None, help="the board: a directory or URL")
     run: str | None = setting(None, help="the run (default: the board's current one)")
+    signing_key: Path | None = setting(  # noqa: RUF009 - a dataclass field, as in stitch.config
+        None, help="private key (PEM) that signs what is written to the board"
+    )
+    trusted_keys: tuple[Path, ...] | None = setting(
+        None,
+        help="files of public keys (PEM), separated by commas: only what one of them signed is "
+        "taken from the board",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +59,18 @@ class Context:
     @cached_property
     def board(self) -> Board:
         """The board, which must exist."""
+        return self.open_board(create=False)
+
+    def open_board(self, *, create: bool) -> Board:
+        """The board, with the keys that were given."""
         from stitch.board import open_board
 
-        return open_board(self.board_address, create=False)
+        return open_board(
+            self.board_address,
+            create=create,
+            signing_key=self.settings.signing_key,
+            trusted_keys=self.settings.trusted_keys,
+        )
 
     @property
     def run_name(self) -> str:

@@ -40,8 +40,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "unnamed": found.unnamed,
         "reached": [vars(part) for part in found.reached],
         "lost": [list(part) for part in found.lost],
+        "signers": run.board.signers,
     }
-    context.console.result(record, _lines(found))
+    context.console.result(record, _lines(found) + _signers(run.board.signers))
     return exits.UNEQUAL if found.damaged else exits.OK
 
 
@@ -55,6 +56,11 @@ def _lines(found: Scrubbed) -> list[str]:
         lines.append(f"no record names {text.count(len(found.unnamed), 'blob')}")
     rows = [[_range(part), _starts(part)] for part in found.reached]
     return [*lines, "", *text.table(["versions", "reached from"], rows)]
+
+
+def _signers(key_ids: list[str] | None) -> list[str]:
+    """Who signed what was read; nothing where signatures were not checked."""
+    return [] if key_ids is None else ["", f"signed by {', '.join(key_ids) or 'nobody'}"]
 
 
 def _range(part: Reached) -> str:

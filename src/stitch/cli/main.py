@@ -77,7 +77,7 @@ def _run(arguments: list[str], rest: tuple[str, ...], console: Console) -> int:
     args = own.parse_args(first.rest)
     flags = {
         name: getattr(args, name) if getattr(args, name) is not None else getattr(first, name)
-        for name in ("board", "run", "config")
+        for name in ("board", "run", "signing_key", "trusted_keys", "config")
     }
     file = flags.pop("config") or os.environ.get("STITCH_CONFIG")
     context = Context(

@@ -72,10 +72,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _publisher(args: argparse.Namespace, context: Context, progress: Progress | None) -> Publisher:
     """Resume the run; start it if it does not exist and a base is given."""
-    from stitch.board import open_board
     from stitch.publish import Publisher
 
-    board = open_board(context.board_address)
+    board = context.open_board(create=True)
     given = {"encoding": args.encoding, "decode": args.decode}
     options = {
         "threads": args.threads,

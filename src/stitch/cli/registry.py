@@ -40,6 +40,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "anchor": ("anchor", "store a version whole on the board"),
     "compact": ("compact", "merge patches for replicas that are far behind"),
     "mirror": ("mirror", "copy a board's runs to another board"),
+    "keygen": ("keygen", "make a key pair for signing what is published"),
     "gc": ("gc", "remove what a retention policy does not keep"),
     "fsck": ("fsck", "check everything that a run has on the board"),
 }

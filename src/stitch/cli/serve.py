@@ -32,7 +32,9 @@ ALIASES = {"replica_id": "--id", "url": "--advertise-url", "poll_interval_s": "-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, ReplicaConfig, skip={"board", "run", "engine_args"}, aliases=ALIASES)
+    add_flags(
+        parser, ReplicaConfig, skip={"board", "run", "engine_args", "trusted_keys"}, aliases=ALIASES
+    )
     for name, what in (("engine", "the engine's control token"), ("admin", "the admin token")):
         parser.add_argument(
             f"--{name}-token-file", metavar="FILE", type=Path, help=f"file that holds {what}"
@@ -60,6 +62,7 @@ def replica_config(args: argparse.Namespace, context: Context) -> ReplicaConfig:
     }
     flags["board"] = context.board_address
     flags["run"] = context.settings.run
+    flags["trusted_keys"] = context.settings.trusted_keys
     flags["engine_args"] = tuple(context.rest) or None
     for name in ("engine", "admin"):
         file: Path | None = getattr(args, f"{name}_token_file")

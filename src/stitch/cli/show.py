@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
+    from stitch.board import keys
+
     run = context.run
     version = parse_version(args.version, run)
     record = _base(run) if version == 0 else _version(run, version)
@@ -30,6 +32,9 @@ def run(args: argparse.Namespace, context: Context) -> int:
     retention = run.retention()
     has_patch = version == 0 or retention is None or retention.has_patch(version)
     record["patch_removed"] = not has_patch
+    record["signed_by"] = run.board.signed_by(
+        keys.manifest(run.name, version) if version else keys.run_record(run.name)
+    )
     record["merged"] = merged_to(run, version)
     record["anchor"] = None if anchor is None else json.loads(anchor.to_json_bytes())
     context.console.result(record, _lines(record))

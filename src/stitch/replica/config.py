@@ -60,6 +60,11 @@ class ReplicaConfig:
     max_len: int = setting(512, help="longest prompt and answer of the embedded engine, in tokens")
     threads: int = setting(1, help="compute threads of the embedded engine and of decoding")
 
+    trusted_keys: tuple[Path, ...] | None = setting(
+        None,
+        help="files of public keys (PEM); only what one of them signed is taken from the board",
+    )
+
     poll_interval_s: float = setting(1.0, help="seconds between looks at the board")
     heartbeat_interval_s: float = setting(5.0, help="seconds between heartbeats")
     max_lag: int | None = setting(

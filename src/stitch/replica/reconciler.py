@@ -231,7 +231,7 @@ class Reconciler:
             if fault is not None:
                 self._blocked(fault)
                 raise fault
-        self._serving()
+        self._serving(run)
 
     async def _advance(
         self, run: Run, mirror: Mirror, newest: int
@@ -339,9 +339,12 @@ class Reconciler:
         if not isinstance(fault.__cause__, StoreError):  # trying again soon may well not help
             self._caught_up()
 
-    def _serving(self) -> None:
+    def _serving(self, run: Run) -> None:
         status = self._status
         if self._caught_up():
+            if (refusal := run.refusal) is not None:  # a version that nobody who is trusted signed
+                status.blocked = f"version {(status.applied or 0) + 1}: {describe_error(refusal)}"
+                raise refusal
             status.blocked = ""
             status.move(ReplicaState.SERVING)
 

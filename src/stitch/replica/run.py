@@ -89,7 +89,7 @@ def _open_board(config: ReplicaConfig) -> Board:
     cache = None
     if config.cache is not None:
         cache = BlobCache(config.cache, max_bytes=config.cache_max_bytes)
-    return open_board(config.board, cache=cache)
+    return open_board(config.board, cache=cache, trusted_keys=config.trusted_keys)
 
 
 async def _until_stopped(work: asyncio.Task[None], stop: asyncio.Event) -> None:
