@@ -43,6 +43,11 @@ def test_signed_boards_from_the_command_line(
     assert stitch.ok("show", "2", *where)["signed_by"] is None
     assert stitch.ok("log", *where, *trust)["newest"] == 1
     assert "not signed" in stitch.fails(2, "show", "2", *where, *trust)
+    checked = stitch("fsck", *where, *trust, "--json")
+    assert checked.code == 1
+    (damage,) = checked.json["damaged"]
+    assert damage["key"] == "m/v/00000002/manifest.json"
+    assert "not signed" in damage["problem"]
 
 
 def test_a_key_that_others_can_read_is_refused(

@@ -25,11 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
+    from stitch.board import keys
     from stitch.board.scrub import scrub
 
     run = context.run
     with context.console.progress("reading") as progress:
         found = scrub(run, threads=args.threads, progress=progress)
+    if (refusal := run.refusal) is not None:  # it lies where the next version would
+        found.damaged[keys.manifest(run.name, found.newest + 1)] = str(refusal)
     record = {
         "run": run.name,
         "newest": found.newest,
