@@ -45,8 +45,11 @@ class Doubt:
             labels, reason = note["labels"], note["reason"]
         except FileNotFoundError:
             return
-        except (ValueError, KeyError, TypeError):
-            labels, reason = [label], "the note of it is not readable"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FatalReplicaError(
+                f"{self._path} cannot be read ({error!r}); it says that an engine is in doubt: "
+                "restart the engine and remove it"
+            ) from error
         if label in labels:
             raise FatalReplicaError(
                 f"the engine is in doubt since an earlier fault ({reason}): restart it"

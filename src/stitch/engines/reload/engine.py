@@ -156,9 +156,9 @@ class ReloadEngine:
         self, stage_id: str, base: VersionRef, target: VersionRef, update: UpdateSet
     ) -> None:
         rules.check_new(stage_id, self._last)
+        proven = self._reloader.proven
         await self._forget()
         rules.check_base(base, self._ref)
-        proven = self._reloader.proven
         before, tensors = self._generations.current, self._generations.schema.tensors
         self._state = "staging"
         try:

@@ -23,15 +23,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stitch.codec import DigestState, UpdateSet
+from stitch.codec import DigestState, TensorUpdate, UpdateSet
 from stitch.engines.reload.patching import TensorChange, copy_file, link_file, write_patched
 from stitch.errors import CorruptCheckpointError, EngineError, StitchError, UsageError
 from stitch.failpoints import reach
 from stitch.tensors import Checkpoint, open_checkpoint, write_checkpoint
 from stitch.tensors.durable import replacing_file, sync_directory
-from stitch.tensors.reader import Subset
+from stitch.tensors.reader import Subset, word_dtype
 from stitch.tensors.shard_index import INDEX_NAME, SINGLE_NAME
-from stitch.types import Schema, VersionRef
+from stitch.types import Schema, TensorSpec, VersionRef
 from stitch.views import ViewReader
 
 _log = logging.getLogger(__name__)
@@ -304,6 +304,7 @@ def _by_file(checkpoint: Checkpoint, update: UpdateSet) -> Mapping[Path, list[Te
     for number, item in enumerate(update.updates):
         if not 0 <= item.tensor < len(tensors):
             raise EngineError(f"the stage names tensor {item.tensor}, there are {len(tensors)}")
+        _check_fits(tensors[item.tensor], item)
         by_tensor.setdefault(item.tensor, []).append(number)
     files: dict[Path, list[TensorChange]] = {}
     for tensor, numbers in by_tensor.items():
@@ -313,6 +314,16 @@ def _by_file(checkpoint: Checkpoint, update: UpdateSet) -> Mapping[Path, list[Te
         change = TensorChange(spec=spec, offset=offset, updates=updates)
         files.setdefault(path, []).append(change)
     return files
+
+
+def _check_fits(spec: TensorSpec, update: TensorUpdate) -> None:
+    if update.new.dtype != word_dtype(spec) or (
+        update.new.size and not 0 <= update.first <= update.last < spec.num_words
+    ):
+        raise EngineError(
+            f"the stage writes {update.new.dtype} words up to {update.last} of tensor {spec}, "
+            f"which has {spec.num_words} of {spec.word_bytes} bytes"
+        )
 
 
 def _write_record(generation: Generation) -> None:

@@ -46,10 +46,11 @@ def write_patched(source: Path, target: Path, changes: Sequence[TensorChange]) -
     """
     with source.open("rb") as old, target.open("x+b") as new:
         _copy(old.fileno(), new.fileno())
-        with mmap.mmap(new.fileno(), 0) as mapped:
-            for change in changes:
-                _write(mapped, change)
-            mapped.flush()
+        # Not closed by hand: that fails while an error on its way up still holds views of it.
+        mapped = mmap.mmap(new.fileno(), 0)
+        for change in changes:
+            _write(mapped, change)
+        mapped.flush()
         os.fsync(new.fileno())
     reach("reload.patched")
 
@@ -94,7 +95,6 @@ def _write(mapped: mmap.mmap, change: TensorChange) -> None:
         _apply(spec, words, update)
     if askew:
         data[:] = words.view(np.uint8)
-    del data, words  # a mapping with views of it cannot be closed
 
 
 def _apply(spec: TensorSpec, words: Words, update: TensorUpdate) -> None:
@@ -104,9 +104,10 @@ def _apply(spec: TensorSpec, words: Words, update: TensorUpdate) -> None:
         update.check_target(words)
     except UsageError as error:
         raise EngineError(f"tensor {spec.name}: {error}") from error
-    held = words[update.start : update.stop] if update.positions is None else None
-    held = words[update.positions] if held is None else held
+    if update.positions is None:
+        held = words[update.start : update.stop]
+    else:
+        held = words[update.positions]
     if not np.array_equal(held, update.old):
         raise EngineError(f"tensor {spec.name}: the stage's old bits are not the ones served")
-    del held
     update.write(words, update.new)

@@ -94,8 +94,11 @@ class Reloader:
             proven = await prove_reload(
                 self.stock, self._generations, label=label, fresh=self._fresh
             )
-        except (*_FAILURES, FatalReplicaError) as error:
-            await self.end(str(error))
+        except FatalReplicaError:
+            self.failed = True
+            raise
+        except _FAILURES as error:
+            await self.end(f"it could not be proven to reload its weights: {error}")
         self._fresh = False
         self._proven, self._label = proven, label
         self._doubt.clear()

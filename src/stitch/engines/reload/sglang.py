@@ -93,7 +93,7 @@ class StockSglang:
             if answer["success"] is not True or not answer["ranks"]:
                 raise ValueError("not successful")
             for rank in answer["ranks"]:
-                where = rank["parallelism_info"]
+                (where,) = rank["parallelism_info"]  # one a model: there is no draft
                 for name, value in rank["checksums"].items():
                     if not isinstance(value, str) or len(value) < 16:
                         raise ValueError(f"{name} has checksum {value!r:.100}")
