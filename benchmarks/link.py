@@ -14,7 +14,8 @@ has it in memory: no engine has to load it, which favours it. Both are found by 
 
 Fields: `speedup` (`checkpoint_s` over `patch_s`), those two in seconds for one replica without the
 cache, `patch_bytes`, `checkpoint_bytes`, `wire_s` (the checkpoint's bytes at the link's rate, which
-nothing that ships whole checkpoints can beat) and `speedup_over_wire`; `link`, as measured; `rows`
+nothing that ships whole checkpoints can beat) and `speedup_over_wire`; `link`, as measured; `load`,
+of the machine at the end; `rows`
 with `replicas`, `cache`, and for both ways seconds (`_home_s`: until it is on the store) and the
 megabytes that crossed the link.
 """
@@ -86,6 +87,9 @@ class Bench:
                 )
             for child in children:
                 child.hear()
+            # The versions repeat after a while: what was fetched to catch up must not be met again.
+            for entry in (host / "cache").glob("*.blob"):
+                entry.unlink()
             yield children
 
     def row(self, count: int, num_patches: int, *, cache: bool) -> dict[str, Any]:
@@ -184,6 +188,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _result(
     args: argparse.Namespace, name: str, link: dict[str, float], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    load = [round(number, 1) for number in os.getloadavg()]  # of the last 1, 5 and 15 minutes
     one = next((row for row in rows if row["replicas"] == 1 and not row["cache"]), rows[0])
     wire_s = 8 * one["checkpoint_bytes"] / args.mbit_s / 1e6
     return {
@@ -201,6 +206,7 @@ def _result(
         "store": "SeaweedFS over S3",
         "engine": "in memory, behind the real sidecar",
         "poll_s": POLL_S,
+        "load": load,
         "rows": rows,
     }
 
