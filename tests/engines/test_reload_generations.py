@@ -358,6 +358,16 @@ def test_one_file_is_no_directory_for_an_engine(base: Path, tmp_path: Path) -> N
         Generations.open(tmp_path / "engine", min(base.glob("*.safetensors")), "bf16", run=RUN)
 
 
+def test_quantised_checkpoints_are_refused(base: Path, tmp_path: Path) -> None:
+    quantised = tmp_path / "fp8"
+    shutil.copytree(base, quantised)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="quantised"):
+        Generations.open(tmp_path / "engine", quantised, "bf16", run=RUN)
+
+
 # --- killed ------------------------------------------------------------------------------------
 
 

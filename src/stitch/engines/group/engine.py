@@ -203,7 +203,8 @@ class GroupEngine:
             name, why = next(iter(refused.items()))
             raise UsageError(
                 f"{len(refused)} tensors can be neither proven nor changed in place in this "
-                f"engine, {name} among them: {why}"
+                f"engine, {name} among them: {why}; serve the stock engine instead, which reloads "
+                "whole checkpoints: --engine-mode reload"
             )
 
     async def _measure(self, wanted: Schema) -> DigestState:

@@ -12,32 +12,36 @@ to the new one, whole; `Generations.open` proves that again and removes what els
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stitch.codec import DigestState, TensorUpdate, UpdateSet
-from stitch.engines.reload.patching import TensorChange, copy_file, link_file, write_patched
+from stitch.codec import DigestState, UpdateSet
+from stitch.engines.reload.directory import (
+    check_no_strays,
+    check_not_quantised,
+    check_plain,
+    claimed,
+)
+from stitch.engines.reload.patching import changes_by_file, copy_file, link_file, write_patched
 from stitch.errors import CorruptCheckpointError, EngineError, StitchError, UsageError
 from stitch.failpoints import reach
 from stitch.tensors import Checkpoint, open_checkpoint, write_checkpoint
 from stitch.tensors.durable import replacing_file, sync_directory
-from stitch.tensors.reader import Subset, word_dtype
+from stitch.tensors.reader import Subset
 from stitch.tensors.shard_index import INDEX_NAME, SINGLE_NAME
-from stitch.types import Schema, TensorSpec, VersionRef
+from stitch.types import Schema, VersionRef
 from stitch.views import ViewReader
 
 _log = logging.getLogger(__name__)
 
 RECORD = ".stitch.json"
-MARK = ".stitch-generations"
 _NAME = re.compile(r"[0-9]{8}")
 _FORMAT = 1
 
@@ -77,12 +81,13 @@ class Generations:
         and checkpoints, CorruptCheckpointError for a damaged base, StoreFullError.
         """
         directory = directory.absolute()
-        it = cls(directory, _claimed(directory), threads=threads)
+        it = cls(directory, claimed(directory), threads=threads)
         try:
             it._home.mkdir(exist_ok=True)
             with open_checkpoint(base) as checkpoint:
                 if not base.is_dir():
                     raise UsageError(f"{base} is one file: engines load checkpoint directories")
+                check_not_quantised(base)
                 reader = ViewReader(checkpoint, view)
                 found = it._proven(reader.schema, run)
                 if found is None:
@@ -115,7 +120,7 @@ class Generations:
         base = self.current
         try:
             with open_checkpoint(base.path) as checkpoint:
-                changes = _by_file(checkpoint, update)
+                changes = changes_by_file(checkpoint, update)
                 wanted = base.digests.updated(update, checkpoint)
                 temp = self._new_folder()
                 for file in sorted(base.path.iterdir()):
@@ -220,13 +225,10 @@ class Generations:
         return found
 
     def _measured(self, path: Path, ref: VersionRef | None) -> Generation:
-        """Check every header and digest every word. Only the files of the checkpoint may be there,
-        as engines load whatever weights lie about."""
-        _check_plain(path)
+        """Check what is there, and every header, and digest every word."""
+        check_plain(path)
         with open_checkpoint(path) as checkpoint:
-            strays = sorted({p.name for p in path.glob("*.safetensors")} - _names(checkpoint.files))
-            if strays:
-                raise CorruptCheckpointError(f"{path} has weight files of no use: {strays[:5]}")
+            check_no_strays(checkpoint)
             digests = DigestState.of(checkpoint, threads=self._threads)
         return Generation(path=path, ref=ref, digests=digests)
 
@@ -276,56 +278,6 @@ class Generations:
             path.unlink(missing_ok=True)
 
 
-def _claimed(directory: Path) -> int:
-    """Take the directory for this process; the descriptor that holds the lock."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mark = directory / MARK
-        if not mark.exists() and any(directory.iterdir()):
-            raise UsageError(
-                f"{directory} is not empty and was not made for an engine: give a directory that "
-                "may be filled and emptied"
-            )
-        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise UsageError(f"cannot keep checkpoints in {directory}: {error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise UsageError(f"{directory} is in use by another replica") from None
-    return lock
-
-
-def _by_file(checkpoint: Checkpoint, update: UpdateSet) -> Mapping[Path, list[TensorChange]]:
-    """The changes of each file; EngineError for tensors that there are not."""
-    tensors = checkpoint.schema.tensors
-    by_tensor: dict[int, list[int]] = {}
-    for number, item in enumerate(update.updates):
-        if not 0 <= item.tensor < len(tensors):
-            raise EngineError(f"the stage names tensor {item.tensor}, there are {len(tensors)}")
-        _check_fits(tensors[item.tensor], item)
-        by_tensor.setdefault(item.tensor, []).append(number)
-    files: dict[Path, list[TensorChange]] = {}
-    for tensor, numbers in by_tensor.items():
-        spec = tensors[tensor]
-        path, offset = checkpoint.place_of(spec.name)
-        updates = [update.updates[number] for number in numbers]
-        change = TensorChange(spec=spec, offset=offset, updates=updates)
-        files.setdefault(path, []).append(change)
-    return files
-
-
-def _check_fits(spec: TensorSpec, update: TensorUpdate) -> None:
-    if update.new.dtype != word_dtype(spec) or (
-        update.new.size and not 0 <= update.first <= update.last < spec.num_words
-    ):
-        raise EngineError(
-            f"the stage writes {update.new.dtype} words up to {update.last} of tensor {spec}, "
-            f"which has {spec.num_words} of {spec.word_bytes} bytes"
-        )
-
-
 def _write_record(generation: Generation) -> None:
     ref = generation.ref
     record = {
@@ -335,14 +287,3 @@ def _write_record(generation: Generation) -> None:
     }
     with replacing_file(generation.path / RECORD) as file:
         file.write(json.dumps(record).encode())
-
-
-def _check_plain(path: Path) -> None:
-    """Only regular files: no link may lead an engine elsewhere later."""
-    for file in path.iterdir():
-        if file.is_symlink() or not file.is_file():
-            raise CorruptCheckpointError(f"{file} is not a plain file")
-
-
-def _names(paths: Iterable[Path]) -> set[str]:
-    return {path.name for path in paths}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from stitch.codec import TensorUpdate
+from stitch.codec import TensorUpdate, UpdateSet
 from stitch.errors import EngineError, UsageError
 from stitch.failpoints import reach
+from stitch.tensors import Checkpoint
 from stitch.tensors.reader import Words, word_dtype
 from stitch.types import TensorSpec
 
@@ -111,3 +112,32 @@ def _apply(spec: TensorSpec, words: Words, update: TensorUpdate) -> None:
     if not np.array_equal(held, update.old):
         raise EngineError(f"tensor {spec.name}: the stage's old bits are not the ones served")
     update.write(words, update.new)
+
+
+def changes_by_file(checkpoint: Checkpoint, update: UpdateSet) -> Mapping[Path, list[TensorChange]]:
+    """The changes of each file; EngineError for tensors that there are not."""
+    tensors = checkpoint.schema.tensors
+    by_tensor: dict[int, list[int]] = {}
+    for number, item in enumerate(update.updates):
+        if not 0 <= item.tensor < len(tensors):
+            raise EngineError(f"the stage names tensor {item.tensor}, there are {len(tensors)}")
+        _check_fits(tensors[item.tensor], item)
+        by_tensor.setdefault(item.tensor, []).append(number)
+    files: dict[Path, list[TensorChange]] = {}
+    for tensor, numbers in by_tensor.items():
+        spec = tensors[tensor]
+        path, offset = checkpoint.place_of(spec.name)
+        updates = [update.updates[number] for number in numbers]
+        change = TensorChange(spec=spec, offset=offset, updates=updates)
+        files.setdefault(path, []).append(change)
+    return files
+
+
+def _check_fits(spec: TensorSpec, update: TensorUpdate) -> None:
+    if update.new.dtype != word_dtype(spec) or (
+        update.new.size and not 0 <= update.first <= update.last < spec.num_words
+    ):
+        raise EngineError(
+            f"the stage writes {update.new.dtype} words up to {update.last} of tensor {spec}, "
+            f"which has {spec.num_words} of {spec.word_bytes} bytes"
+        )
