@@ -130,6 +130,24 @@ def test_steps_that_are_zero_or_too_wide_are_counted(width: int) -> None:
     assert bad == (4 if width == 1 else 2)
 
 
+@pytest.mark.parametrize(
+    ("positions", "num_words"), [([0, 19, 20], 20), ([-1, 3], 20), ([0, 17], 17), ([8, 11], 8)]
+)
+def test_positions_outside_the_slices_or_the_memory_are_refused(
+    positions: list[int], num_words: int
+) -> None:
+    old = np.zeros(20, np.uint16)
+    places = np.array([[0, 12, old.ctypes.data, num_words], [0, 8, old.ctypes.data, num_words]])
+    count = len(positions)
+    olds, news = np.empty((2, count), np.uint16)
+    if positions == [0, 17]:
+        places[1, 0] = 12  # the second slice ends past the memory
+    with pytest.raises(ValueError, match="positions are not inside"):
+        kernels.take_steps(
+            places, "BF16", np.array(positions), np.ones(count, np.int16), olds, news
+        )
+
+
 def test_taking_steps_reads_around_the_positions_only() -> None:
     old = random_weights(schema_of(a=("BF16", (5000,)), b=("BF16", (403,))), 5)
     (bucket,) = plan_buckets(old.schema)

@@ -27,6 +27,9 @@ from stitch.errors import BaseMismatchError, CorruptPatchError, SchemaMismatchEr
 from stitch.tensors.reader import WeightReader
 from stitch.types import Schema
 
+_LITTLE_WORK = 1 << 18
+"""Words to look at below which threads would take longer to start than to do it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
@@ -34,10 +37,6 @@ class _Job:
     encoding: Encoding
     payload: memoryview
     what: str
-
-
-_LITTLE_WORK = 1 << 18
-"""Words to look at below which threads would take longer to start than to do it."""
 
 
 def decode_parts(

@@ -190,12 +190,13 @@ def take_steps(
     from stitch.codec import loops
 
     assert positions.size == steps.size == olds.size == news.size
-    assert not positions.size or 0 <= positions[0] <= positions[-1] < places[:, 1].sum()
     gains = np.zeros((len(places), 2), np.uint64)
     ends = np.empty(len(places), np.int64)
     take = loops.take_steps(olds.itemsize, is_ordered_by_sign(dtype))
-    bad = take(places, positions, steps, olds, news, gains, ends)
-    return gains, ends.tolist(), int(bad)
+    bad = int(take(places, positions, steps, olds, news, gains, ends))
+    if bad < 0:
+        raise ValueError("positions are not inside the slices, or not inside the old words")
+    return gains, ends.tolist(), bad
 
 
 def to_gaps(positions: Positions, before: int, out: Numbers) -> None:

@@ -58,7 +58,7 @@ def _mix(word, key):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def lower_bound(ascending, lo, value):  # type: ignore[no-untyped-def]
+def _lower_bound(ascending, lo, value):  # type: ignore[no-untyped-def]
     """The first index from `lo` on where an ascending array is not below the value."""
     hi = np.int64(ascending.size)
     while lo < hi:
@@ -221,13 +221,14 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
 
 @cache
 def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
-    """(places, positions, steps, olds, news, gains, ends) -> number of bad steps.
+    """(places, positions, steps, olds, news, gains, ends) -> number of bad steps, or -1.
 
     Fetches the words at `positions` (k,) and takes `steps` (k,) from them: old and new words go to
     olds and news. `places` (n, 4) say where the words of each slice are, see `kernels.PLACE`;
     `positions` count along the slices, ascend inside them, and are made to count from the start of
     their tensor. What the digest gains by a slice goes to its row of gains (n, 2), where its
     positions end to ends (n,). A step is bad that is 0 or too wide for a word.
+    -1: a position is not inside the slices, or its word not inside the memory.
     `ordered`: the words are sign and magnitude.
     """
     word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
@@ -246,7 +247,7 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
             start, count = places[row, 0], places[row, 1]
             address, num_words = np.uint64(places[row, 2]), places[row, 3]
             lo = hi
-            hi = lower_bound(positions, lo, offset + count)
+            hi = _lower_bound(positions, lo, offset + count)
             ends[row] = hi
             shift = start - offset
             offset += count
@@ -254,7 +255,10 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 continue
             num_whole = num_words >> log2
             tail = _ZERO
-            if positions[np.uint64(hi - 1)] + shift >= num_whole << log2:
+            last = positions[np.uint64(hi - 1)] + shift
+            if positions[np.uint64(lo)] + shift < 0 or last >= num_words:
+                return -1
+            if last >= num_whole << log2:
                 for byte in range((num_words & lane) * word_bytes):
                     at = address + np.uint64((num_whole << 3) + byte)
                     tail |= np.uint64(load_byte_at(at)) << np.uint64(8 * byte)
@@ -293,7 +297,7 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 b -= g
             gains[row, 0] = a
             gains[row, 1] = b
-        return bad
+        return bad if hi == positions.size else -1
 
     words = output_array(UINT[word_bytes])
     return compiled(

@@ -48,19 +48,6 @@ class OldWords:
         schema = self.weights.schema
         return [read_slice(self.weights, schema, piece) for piece in self.bucket.slices]
 
-    def at(self, positions: Positions) -> Words:
-        """The words (k,) at ascending positions (k,) in the bucket; reads only around them."""
-        schema = self.weights.schema
-        parts: list[Words] = [np.empty(0, WORD_DTYPES[self.bucket.word_bytes])]
-        rows = bounds_by_slice(self.bucket, positions)
-        for piece, (lo, hi, offset) in zip(self.bucket.slices, rows, strict=True):
-            if hi > lo:
-                local = positions[lo:hi] - (offset - piece.start)
-                begin, end = int(local[0]), int(local[-1]) + 1
-                name = schema.tensors[piece.tensor].name
-                parts.append(self.weights.read(name, begin, end)[local - begin])
-        return np.concatenate(parts)
-
     def _places(self) -> kernels.Places | None:
         """Where the slices' words lie in memory (n, 4), or None if that takes reading them."""
         if not isinstance(self.weights, HostWeights):
