@@ -72,6 +72,17 @@ def test_a_fetch_that_fails_midway_is_gone_on_with(
     assert store.counts["get_range"] == 2  # the pieces that were missing
 
 
+def test_others_that_leave_the_folder_empty_take_nothing_away(
+    tmp_path: Path, store: FaultyStore, ref: BlobRef, data: bytes
+) -> None:
+    with Staging(tmp_path / "s") as staging:
+        with Staging(tmp_path / "s"):
+            pass  # and removes what it found empty
+        assert not (tmp_path / "s").exists()
+        assert sum(staging.fetch(store, KEY, ref, NO_WAITS)) == ref.num_bytes
+        assert staging.read(ref) == data
+
+
 def test_a_spoilt_beginning_is_fetched_anew(
     tmp_path: Path, store: FaultyStore, ref: BlobRef, data: bytes
 ) -> None:

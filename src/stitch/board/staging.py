@@ -14,12 +14,12 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeVar
 
 from blake3 import blake3
 
@@ -36,7 +36,12 @@ log = logging.getLogger("stitch.board")
 KEEP_S = 24 * 3600.0
 """Beginnings that nobody went on with for so long are deleted by the next user of the folder."""
 
+FOLDER_TRIES = 10
+"""How often the folder is made again while others remove it."""
+
 _READ_BYTES = 4 * 2**20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +67,7 @@ class Staging:
 
     def __enter__(self) -> Self:
         with translated("use", f"the staging folder {self._folder.name}"):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_private(self._folder, "the staging folder", "another scratch directory")
-            self._sweep()
+            self._in_folder(self._sweep)
         return self
 
     def __exit__(
@@ -150,6 +153,19 @@ class Staging:
         staged.path.unlink(missing_ok=True)
         staged.file.close()
 
+    def _in_folder(self, use: Callable[[], T]) -> T:
+        """Make the folder and use it; again if another user, who found it empty, removed it."""
+        num_removed = 0
+        while True:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_private(self._folder, "the staging folder", "another scratch directory")
+                return use()
+            except (FileNotFoundError, FileExistsError):
+                num_removed += 1
+                if num_removed == FOLDER_TRIES:
+                    raise
+
     def _hold(self, ref: BlobRef) -> _Staged:
         found = self._held.get(ref.blake3)
         if found is None:
@@ -159,10 +175,10 @@ class Staging:
 
     def _lock(self, ref: BlobRef) -> _Staged:
         path = self._folder / f"{ref.blake3}.partial"
-        file = _open(path)
+        file = self._open(path)
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):
+            if is_at(file, path):
                 return _Staged(path=path, file=file, is_private=False)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.ENOTSUP):
@@ -171,7 +187,10 @@ class Staging:
         # Another process is at it, or has just moved it to where it belongs.
         file.close()
         path = self._folder / f"{ref.blake3}.{secrets.token_hex(8)}.partial"
-        return _Staged(path=path, file=_open(path), is_private=True)
+        return _Staged(path=path, file=self._open(path), is_private=True)
+
+    def _open(self, path: Path) -> BinaryIO:
+        return self._in_folder(lambda: _open(path))
 
     def _sweep(self) -> None:
         """Delete beginnings that nobody holds or came back for, by the file system's clock."""
@@ -215,7 +234,7 @@ def _open(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "r+b")
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def is_at(file: BinaryIO, path: Path) -> bool:
     """Whether `path` still leads to the open file."""
     try:
         there = path.lstat()
