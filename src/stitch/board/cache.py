@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from stitch.board.staging import check_private
+from stitch.board.staging import check_private, is_at
 from stitch.board.store_errors import translated
 from stitch.errors import UsageError
 from stitch.failpoints import reach
@@ -67,7 +67,7 @@ class BlobCache:
                 os.utime(path, ns=(time.time_ns(), found.st_mtime_ns))  # used now
                 return file
             log.warning("event=cache_entry_damaged name=%s", path.name)
-            if _is_at(file, path):
+            if is_at(file, path):
                 path.unlink(missing_ok=True)
         except FileNotFoundError:  # evicted meanwhile; what is open can be read
             return file
@@ -86,7 +86,7 @@ class BlobCache:
         file = _open(path, os.O_RDWR | os.O_CREAT, "r+b")
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(file, path):  # finished, or evicted, since it was opened
+            if not is_at(file, path):  # finished, or evicted, since it was opened
                 file.close()
                 return None
             filling = Filling(file, path, self._entry(ref), ref)
@@ -245,7 +245,7 @@ def _evict(file: _File) -> bool:
             return True
         with _open(file.path, os.O_RDWR, "r+b") as partial:
             fcntl.flock(partial.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(partial, file.path):
+            if is_at(partial, file.path):
                 file.path.unlink()
             return True
     except FileNotFoundError:
@@ -258,16 +258,6 @@ def _open(path: Path, flags: int, mode: str) -> BinaryIO:
     """Without following links; unbuffered."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, mode, buffering=0)  # type: ignore[return-value]
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` still leads to the open file."""
-    try:
-        there = path.lstat()
-    except FileNotFoundError:
-        return False
-    here = os.fstat(file.fileno())
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 def pieces_of(file: BinaryIO) -> Iterator[bytes]:
