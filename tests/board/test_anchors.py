@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +103,25 @@ def test_progress_reaches_the_end_and_an_empty_directory_is_filled(
     assert seen[-1][0] == seen[-1][1] == record.num_bytes + len(CONFIG)
     with pytest.raises(UsageError, match="not an empty directory"):
         run.fetch_anchor(record, tmp_path / "out")
+
+
+def test_file_systems_that_cannot_sync_folders_hold_checkpoints_too(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_through(run, 1)
+    record = run.write_anchor(1, single(tmp_path / "in"), writer="w")
+    real_sync, refused = os.fsync, []
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            refused.append(descriptor)
+            raise OSError(errno.EINVAL, "planned")
+        real_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    fetched = run.fetch_anchor(record, tmp_path / "out")
+    assert refused
+    np.testing.assert_array_equal(load_file(fetched / "model.safetensors")["a"], WEIGHTS["a"])
 
 
 def test_a_second_anchor_of_a_version_keeps_the_first(run: Run, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stitch.board import blobs, keys
 from stitch.board.creation import Patience, create_record
+from stitch.board.directory import sync_path
 from stitch.board.staging import Staging
 from stitch.board.store import ObjectStore
 from stitch.board.store_errors import translated
@@ -214,17 +215,9 @@ def _new_directory(directory: Path) -> Iterator[Path]:
         scratch.mkdir()
         try:
             yield scratch
-            _sync_folder(scratch)
+            sync_path(scratch)
             scratch.rename(directory)
-            _sync_folder(directory.parent)
+            sync_path(directory.parent)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

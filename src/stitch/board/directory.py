@@ -106,7 +106,7 @@ class DirectoryStore(ObstoreStore):
         self._make_folder(folder, durable)
         with self._temporary(source) as temporary:
             if durable:
-                _sync(self._root / temporary)
+                sync_path(self._root / temporary)
             reach(f"board.{kind}.temp")
             try:
                 obstore.rename(self._backend, temporary, key, overwrite=mode == "overwrite")
@@ -116,7 +116,7 @@ class DirectoryStore(ObstoreStore):
                 created = False
         if durable:
             # Also when the key was taken: its writer may have died before it came to this.
-            _sync(folder)
+            sync_path(folder)
         return created
 
     @contextmanager
@@ -145,7 +145,7 @@ class DirectoryStore(ObstoreStore):
             with self._synced_lock:
                 known = path in self._synced and not made
             if durable and not known:
-                _sync(path.parent)
+                sync_path(path.parent)
                 with self._synced_lock:
                     self._synced.add(path)
 
@@ -189,7 +189,7 @@ def open_directory(root: Path, *, create: bool) -> DirectoryStore:
             raise StoreUnsuitableError(f"there is no directory {root}, and it was not to be made")
         for path in reversed(missing):
             _make(path)
-            _sync(path.parent)
+            sync_path(path.parent)
         if not root.is_dir():
             raise StoreUnsuitableError(f"{root} is not a directory")
     return DirectoryStore(root)
@@ -208,7 +208,7 @@ def _make(path: Path) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
