@@ -386,7 +386,7 @@ def test_retention_records_are_hints_and_read_strictly(run: Run, store: ClockedS
     has = [version for version in range(1, 12) if record.has_patch(version)]
     assert has == [2, 3, 4, 7, 10, 11]
     assert ranges({4, 2, 3, 7}) == ((2, 4), (7, 7))
-    for kept in (((4, 2),), ((7, 7), (2, 4))):
+    for kept in (((4, 2),), ((7, 7), (2, 4)), ((1, 9), (3, 4)), ((1, 3), (3, 4))):
         with pytest.raises(CorruptRecordError):
             Retention.parse(dataclasses.replace(record, kept=kept).to_json_bytes(), "k")
     for lie in (record.to_json_bytes(), b"\0" * 30, b"{}"):

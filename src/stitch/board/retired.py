@@ -6,6 +6,7 @@ import bisect
 import logging
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stitch.board import keys
 from stitch.board.store import ObjectStore
@@ -65,7 +66,8 @@ class Retention:
     def parse(cls, data: bytes, key: str) -> Retention:
         fields = Fields.of_record(data, key, FORMAT)
         kept = [(r.version("first", low=1), r.version("last")) for r in fields.children("kept")]
-        if any(first > last for first, last in kept) or kept != sorted(kept):
+        is_apart = all(before[1] < after[0] for before, after in pairwise(kept))
+        if any(first > last for first, last in kept) or not is_apart:
             raise fields.error("kept", "is not a list of ascending ranges")
         return cls(
             run=fields.run_name("run"),
