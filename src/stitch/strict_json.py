@@ -161,6 +161,16 @@ class Fields:
             found.append(Fields(value, self.key, f"{self.path}{name}[{index}]."))
         return found
 
+    def items(
+        self, name: str, kind: type[T], is_allowed: Callable[[T], bool], wanted: str
+    ) -> tuple[T, ...]:
+        """The texts or integers in a list field, each of which must be allowed."""
+        values = self._get(name, list, "a list")
+        for index, value in enumerate(values):
+            if not isinstance(value, kind) or isinstance(value, bool) or not is_allowed(value):
+                raise self.error(f"{name}[{index}]", f"is {value!r:.100}, wanted {wanted}")
+        return tuple(values)
+
     def integers(self) -> dict[str, int]:
         """All fields, each of which must be a non-negative integer."""
         return {name: self.integer(name) for name in self.values}

@@ -153,6 +153,13 @@ def test_planning_reads_a_hint_instead_of_listing_all_versions(
     assert run.anchors() == [2, 3]
 
 
+@pytest.mark.parametrize("versions", ["{}", "[true]", "[1, -1]", '["1"]', "[1.0]", "[100000000]"])
+def test_a_list_of_anchors_holds_versions_only(versions: str) -> None:
+    data = f'{{"format": 1, "run": "math", "versions": {versions}}}'.encode()
+    with pytest.raises(CorruptRecordError, match=r"k: field versions(\[\d\])? is .*, wanted a"):
+        AnchorList.parse(data, "k")
+
+
 def test_an_anchor_of_other_content_or_of_no_version_is_refused(run: Run, tmp_path: Path) -> None:
     record = run.write_anchor(0, single(tmp_path / "one"), writer="w1")
     publish_through(run, 1)

@@ -33,14 +33,8 @@ class AnchorList:
     @classmethod
     def parse(cls, data: bytes, key: str) -> AnchorList:
         fields = Fields.of_record(data, key, FORMAT)
-        listed = fields.values.get("versions")
-        if not isinstance(listed, list) or not all(map(_is_version, listed)):
-            raise fields.error("versions", "is not a list of versions")
+        listed = fields.items("versions", int, lambda v: 0 <= v <= MAX_VERSION, "a version")
         return cls(run=fields.run_name("run"), versions=tuple(sorted(set(listed))))
-
-
-def _is_version(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_VERSION
 
 
 def read_anchor_list(store: ObjectStore, run: str) -> list[int] | None:
@@ -58,9 +52,6 @@ def read_anchor_list(store: ObjectStore, run: str) -> list[int] | None:
 
 
 def write_anchor_list(store: ObjectStore, run: str, versions: list[int]) -> None:
-    """Overwrite the hint; best effort, never a StoreError."""
-    try:
-        data = AnchorList(run=run, versions=tuple(versions)).to_json_bytes()
-        store.put(keys.anchor_list(run), data, mode="overwrite")
-    except StoreError as error:
-        log.warning("event=anchor_list_not_written run=%s error=%s", run, error)
+    """Overwrite the hint."""
+    data = AnchorList(run=run, versions=tuple(versions)).to_json_bytes()
+    store.put(keys.anchor_list(run), data, mode="overwrite")

@@ -233,7 +233,7 @@ class Run:
         try:
             write_anchor_list(self._store, self.name, self.anchors())
         except StoreError as error:
-            log.warning("event=anchors_not_listed run=%s error=%s", self.name, error)
+            log.warning("event=anchor_list_not_written run=%s error=%s", self.name, error)
 
     def anchor(self, version: int) -> AnchorRecord | None:
         """The anchor of a version, None if it has none; CorruptRecordError if it is damaged."""

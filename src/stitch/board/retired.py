@@ -94,14 +94,10 @@ class Mark:
     @classmethod
     def parse(cls, data: bytes, key: str) -> Mark:
         fields = Fields.of_record(data, key, FORMAT)
-        listed = fields.values.get("keys")
-        if not isinstance(listed, list) or not all(
-            isinstance(entry, str) and is_deletable(entry) for entry in listed
-        ):
-            raise fields.error("keys", "is not a list of keys that may be deleted")
+        listed = fields.items("keys", str, is_deletable, "a key that may be deleted")
         return cls(
             run=fields.run_name("run"),
-            keys=tuple(listed),
+            keys=listed,
             created_unix_s=fields.number("created_unix_s"),
             writer=fields.text("writer"),
         )
