@@ -99,11 +99,8 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """`manifest.json`: its creation publishes `version`. Digests are version digests.
-
-    `attempt` is unique to one try to publish, so that a writer recognises its own manifest.
-    """
+class PatchRecord:
+    """What leads from `base_version` to `version` of a run. Digests are version digests."""
 
     run: str
     version: int
@@ -113,12 +110,8 @@ class Manifest:
     schema_digest: str
     blobs: tuple[BlobRef, ...]
     stats: PatchStats
-    step: int | None
     created_unix_s: float
     writer: str
-    attempt: str
-    epoch: int
-    kind: str = "patch"
     format: int = FORMAT
 
     @property
@@ -138,6 +131,19 @@ class Manifest:
                 "stats": vars(self.stats) | {"encodings": dict(self.stats.encodings)},
             }
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(PatchRecord):
+    """`manifest.json`: its creation publishes `version`, by a patch from the version before it.
+
+    `attempt` is unique to one try to publish, so that a writer recognises its own manifest.
+    """
+
+    step: int | None
+    attempt: str
+    epoch: int
+    kind: str = "patch"
 
     @classmethod
     def parse(cls, data: bytes, key: str) -> Manifest:
@@ -145,17 +151,10 @@ class Manifest:
         kind = fields.choice("kind", ("patch",))
         version = fields.version("version", low=1)
         return cls(
-            run=fields.run_name("run"),
+            **_patch_values(fields),
             version=version,
             base_version=fields.integer("base_version", low=version - 1, high=version - 1),
-            digest_before=fields.hexadecimal("digest_before"),
-            digest_after=fields.hexadecimal("digest_after"),
-            schema_digest=fields.hexadecimal("schema_digest"),
-            blobs=_blobs(fields, "blobs", at_least=1),
-            stats=_stats(fields.child("stats")),
             step=fields.optional("step", lambda name: fields.integer(name, low=-(2**63))),
-            created_unix_s=fields.number("created_unix_s"),
-            writer=fields.text("writer"),
             attempt=fields.text("attempt"),
             epoch=fields.integer("epoch"),
             kind=kind,
@@ -163,59 +162,35 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergedPatch:
+class MergedPatch(PatchRecord):
     """`v/<version>/from-<base_version>.json`: a patch over several versions at once.
 
-    One more way from `base_version` to `version`; nothing depends on it. Digests are version
-    digests.
+    One more way from `base_version` to `version`; nothing depends on it.
     """
-
-    run: str
-    version: int
-    base_version: int
-    digest_before: str
-    digest_after: str
-    schema_digest: str
-    blobs: tuple[BlobRef, ...]
-    stats: PatchStats
-    created_unix_s: float
-    writer: str
-    format: int = FORMAT
-
-    @property
-    def ref(self) -> VersionRef:
-        return VersionRef(self.run, self.version)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to fetch, over all blobs."""
-        return sum(ref.num_bytes for ref in self.blobs)
-
-    def to_json_bytes(self) -> bytes:
-        return canonical_json(
-            vars(self)
-            | {
-                "blobs": [ref.to_json() for ref in self.blobs],
-                "stats": vars(self.stats) | {"encodings": dict(self.stats.encodings)},
-            }
-        )
 
     @classmethod
     def parse(cls, data: bytes, key: str) -> MergedPatch:
         fields = Fields.of_record(data, key, FORMAT)
         version = fields.version("version", low=2)
         return cls(
-            run=fields.run_name("run"),
+            **_patch_values(fields),
             version=version,
             base_version=fields.integer("base_version", high=version - 2),
-            digest_before=fields.hexadecimal("digest_before"),
-            digest_after=fields.hexadecimal("digest_after"),
-            schema_digest=fields.hexadecimal("schema_digest"),
-            blobs=_blobs(fields, "blobs", at_least=1),
-            stats=_stats(fields.child("stats")),
-            created_unix_s=fields.number("created_unix_s"),
-            writer=fields.text("writer"),
         )
+
+
+def _patch_values(fields: Fields) -> dict[str, Any]:
+    """Values of a PatchRecord, but for its versions."""
+    return {
+        "run": fields.run_name("run"),
+        "digest_before": fields.hexadecimal("digest_before"),
+        "digest_after": fields.hexadecimal("digest_after"),
+        "schema_digest": fields.hexadecimal("schema_digest"),
+        "blobs": _blobs(fields, "blobs", at_least=1),
+        "stats": _stats(fields.child("stats")),
+        "created_unix_s": fields.number("created_unix_s"),
+        "writer": fields.text("writer"),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

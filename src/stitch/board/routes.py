@@ -17,7 +17,7 @@ from stitch.errors import (
     VersionNotFoundError,
     VersionRemovedError,
 )
-from stitch.records import AnchorRecord, Manifest, MergedPatch
+from stitch.records import AnchorRecord, Manifest, MergedPatch, PatchRecord
 from stitch.types import check_version
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PatchStep:
-    """Apply a patch to the version before it."""
+class _OverPatch:
+    """Apply a patch, merged or not, to the version that it starts from."""
 
-    record: Manifest
+    record: PatchRecord
 
     @property
     def from_version(self) -> int:
@@ -42,6 +42,13 @@ class PatchStep:
     @property
     def num_bytes(self) -> int:
         return self.record.num_bytes
+
+
+@dataclass(frozen=True)
+class PatchStep(_OverPatch):
+    """Apply a patch to the version before it."""
+
+    record: Manifest
 
     @property
     def key(self) -> str:
@@ -50,22 +57,10 @@ class PatchStep:
 
 
 @dataclass(frozen=True)
-class MergedStep:
+class MergedStep(_OverPatch):
     """Apply a merged patch to the version that it starts from."""
 
     record: MergedPatch
-
-    @property
-    def from_version(self) -> int:
-        return self.record.base_version
-
-    @property
-    def to_version(self) -> int:
-        return self.record.version
-
-    @property
-    def num_bytes(self) -> int:
-        return self.record.num_bytes
 
     @property
     def key(self) -> str:
