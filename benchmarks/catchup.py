@@ -69,19 +69,6 @@ class CountingStore:
             self.num_bytes += len(data)
         return data
 
-    def stream(self, key: str) -> Iterator[bytes] | None:
-        chunks = self._inner.stream(key)
-        self.num_requests += 1
-        if chunks is None:
-            return None
-        self.num_objects += 1
-        return self._count_chunks(chunks)
-
-    def _count_chunks(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        for chunk in chunks:
-            self.num_bytes += len(chunk)
-            yield chunk
-
     def head(self, key: str) -> ObjectInfo | None:
         self.num_requests += 1
         return self._inner.head(key)

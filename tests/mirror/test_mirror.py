@@ -310,7 +310,7 @@ def test_a_mirror_starts_from_an_anchor_without_the_base(tmp_path: Path) -> None
 
 def test_a_store_that_does_not_answer_stops_it_at_a_proven_version(world: PublishedRun) -> None:
     store, broken = faulty(world)
-    store.fail("v/00000003/", operations=("get", "stream"), times=None)
+    store.fail("v/00000003/", operations=("get", "get_range"), times=None)
     mirror = mirror_at(world, 0)
     for version in (1, 2):
         mirror.step(broken.run, broken.run.manifest(version))

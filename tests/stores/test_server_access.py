@@ -52,7 +52,6 @@ def operations(store: ObjectStore, source: Path) -> list[Callable[[], object]]:
     return [
         lambda: store.get("math/run.json", max_bytes=100),
         lambda: store.get_range("math/run.json", 0, 10),
-        lambda: list(store.stream("math/run.json") or ()),
         lambda: store.head("math/run.json"),
         lambda: store.put("math/run.json", b"x", mode="create"),
         lambda: store.put("math/head.json", b"x", mode="overwrite"),

@@ -58,8 +58,8 @@ class DirectoryStore(ObstoreStore):
             self._check_root()
         return found
 
-    def _piece(self, key: str, start: int, num_bytes: int) -> tuple[bytes, int] | None:
-        found = super()._piece(key, start, num_bytes)
+    def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
+        found = super().get_range(key, start, num_bytes)
         if found is None:
             self._check_root()
         return found

@@ -92,9 +92,6 @@ class SignedStore:
     def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
         return self._inner.get_range(key, start, num_bytes)
 
-    def stream(self, key: str) -> Iterator[bytes] | None:
-        return self._inner.stream(key)
-
     def head(self, key: str) -> ObjectInfo | None:
         return self._inner.head(key)
 

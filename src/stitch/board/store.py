@@ -25,13 +25,10 @@ from stitch.board.store_errors import (
     http_status,
     translated,
 )
-from stitch.board.transfer import PIECE_BYTES, read_ahead
 from stitch.board.uploads import UPLOAD_CHUNK_BYTES, check_upload, upload_in_parts
 from stitch.errors import StoreUnsuitableError
 
 PutMode = Literal["create", "overwrite", "unique"]
-
-STREAM_CHUNK_BYTES = PIECE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +61,6 @@ class ObjectStore(Protocol):
 
     def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
         """Bytes [start, start + num_bytes), cut short at the object's end; None if absent."""
-        ...
-
-    def stream(self, key: str) -> Iterator[bytes] | None:
-        """The object's bytes in pieces of at most 4 MiB, or None if there is no such object."""
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -151,19 +144,14 @@ class ObstoreStore:
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
-        found = self._piece(key, start, num_bytes)
-        return None if found is None else found[0]
-
-    def _piece(self, key: str, start: int, num_bytes: int) -> tuple[bytes, int] | None:
-        """Bytes from `start` on, and the object's size; one request but at or past its end."""
         with operation("read", key):
             try:
                 if num_bytes <= 0:
-                    return self._past_end(key)
+                    return None if self.head(key) is None else b""
                 found = obstore.get(
                     self._backend, key, options={"range": (start, start + num_bytes)}
                 )
-                return bytes(found.bytes()), found.meta["size"]
+                return bytes(found.bytes())
             except FileNotFoundError as error:
                 check_absence(error, "read", key)
                 return None
@@ -174,23 +162,7 @@ class ObstoreStore:
                 info = self.head(key)
                 if info is not None and start < info.num_bytes:
                     raise
-                return None if info is None else (b"", info.num_bytes)
-
-    def _past_end(self, key: str) -> tuple[bytes, int] | None:
-        info = self.head(key)
-        return None if info is None else (b"", info.num_bytes)
-
-    def stream(self, key: str) -> Iterator[bytes] | None:
-        first = self._piece(key, 0, STREAM_CHUNK_BYTES)
-        return None if first is None else self._rest(key, *first)
-
-    def _rest(self, key: str, first: bytes, num_bytes: int) -> Iterator[bytes]:
-        if first:
-            yield first
-        if len(first) < num_bytes:
-            yield from read_ahead(
-                lambda start, size: self.get_range(key, start, size), len(first), num_bytes, key
-            )
+                return None if info is None else b""
 
     def head(self, key: str) -> ObjectInfo | None:
         with operation("look up", key):

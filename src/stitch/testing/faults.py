@@ -21,10 +21,10 @@ from stitch.board.store import ObjectInfo, ObjectStore, PutMode
 from stitch.board.store_errors import ObjectTooLargeError
 from stitch.errors import StitchError, StoreError, StoreFullError
 
-Operation = Literal["get", "get_range", "stream", "head", "put", "list", "delete"]
+Operation = Literal["get", "get_range", "head", "put", "list", "delete"]
 
-READS: tuple[Operation, ...] = ("get", "get_range", "stream", "head")
-BODIES: tuple[Operation, ...] = ("get", "get_range", "stream")
+READS: tuple[Operation, ...] = ("get", "get_range", "head")
+BODIES: tuple[Operation, ...] = ("get", "get_range")
 ALL: tuple[Operation, ...] = (*READS, "put", "list", "delete")
 
 _Effect = Literal["before", "lost", "phantom", "hide", "body"]
@@ -182,15 +182,6 @@ class FaultyStore:
         if fault and fault.effect == "hide":
             return None
         return _altered(self.inner.get_range(key, start, num_bytes), fault)
-
-    def stream(self, key: str) -> Iterator[bytes] | None:
-        fault = self._enter("stream", key)
-        if fault and fault.effect == "hide":
-            return None
-        chunks = self.inner.stream(key)
-        if chunks is None or fault is None:
-            return chunks
-        return iter([fault.change(b"".join(chunks))])
 
     def head(self, key: str) -> ObjectInfo | None:
         fault = self._enter("head", key)

@@ -12,18 +12,20 @@ from __future__ import annotations
 import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from stitch.board.probe import probe_create_if_absent
-from stitch.board.store import STREAM_CHUNK_BYTES, ObjectStore
+from stitch.board.store import ObjectStore
 from stitch.board.store_errors import ObjectTooLargeError
+from stitch.board.transfer import PIECE_BYTES, read_ahead
 from stitch.errors import StoreError
 
 NUM_RACERS = 16
 BIG_BYTES = 33 * 2**20
-"""More than one upload chunk and more than one streamed piece."""
+"""More than one part of an upload and more than one piece of a download."""
 
 
 class StoreContract:
@@ -72,7 +74,6 @@ class StoreContract:
     def test_what_does_not_exist_is_none(self, store: ObjectStore) -> None:
         assert store.get("no/such", max_bytes=1) is None
         assert store.get_range("no/such", 0, 1) is None
-        assert store.stream("no/such") is None
         assert store.head("no/such") is None
         assert list(store.list_objects("no")) == []
         assert store.list_folders("no") == []
@@ -83,9 +84,7 @@ class StoreContract:
         assert info is not None
         assert info.num_bytes == 0
         assert store.get("a/empty", max_bytes=0) == b""
-        chunks = store.stream("a/empty")
-        assert chunks is not None
-        assert b"".join(chunks) == b""
+        assert store.get_range("a/empty", 0, 1) == b""
         assert store.put("a/empty", b"x", mode="create") is False
 
     def test_ranges_are_cut_at_the_objects_end(self, store: ObjectStore) -> None:
@@ -135,7 +134,7 @@ class StoreContract:
             assert store.put(key, key.encode(), mode="create") is True
         assert [store.get(key, max_bytes=100) for key in keys] == [key.encode() for key in keys]
 
-    def test_big_objects_go_through_files_and_streams(
+    def test_big_objects_come_from_files_and_are_read_in_pieces(
         self, store: ObjectStore, tmp_path: Path
     ) -> None:
         block = secrets.token_bytes(2**20)
@@ -153,14 +152,12 @@ class StoreContract:
             info = store.head(key)
             assert info is not None
             assert info.num_bytes == BIG_BYTES
-            chunks = store.stream(key)
-            assert chunks is not None
             sizes = []
-            for chunk in chunks:
+            for chunk in read_ahead(partial(store.get_range, key), 0, BIG_BYTES, key):
                 assert chunk == (block * (len(chunk) // len(block) + 1))[: len(chunk)]
                 sizes.append(len(chunk))
             assert sum(sizes) == BIG_BYTES
-            assert max(sizes) <= STREAM_CHUNK_BYTES
+            assert max(sizes) <= PIECE_BYTES
             assert store.get_range(key, 5 * 2**20 - 3, 6) == block[-3:] + block[:3]
 
     def test_a_missing_source_file_is_an_error_and_leaves_nothing(
