@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -104,3 +108,19 @@ def test_a_stamp_is_forgotten_when_others_may_write() -> None:
         weights = stamped()
         touch(weights)
         assert weights.stamp is None
+
+
+def pickled(weights: HostWeights) -> HostWeights:
+    made: HostWeights = pickle.loads(pickle.dumps(weights))  # noqa: S301 - our own bytes
+    return made
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickled])
+def test_extents_are_where_the_words_are_in_copies_too(
+    duplicate: Callable[[HostWeights], HostWeights],
+) -> None:
+    for weights in (filled(), duplicate(filled())):
+        for index, spec in enumerate(SCHEMA.tensors):
+            words = weights.words_at(index)
+            assert weights.extents[index].tolist() == [words.ctypes.data, spec.num_words]
+            assert (words == index + 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,10 @@ class HostWeights:
         """(tensors, 2): the address of each tensor's first word, and its words. Never changes."""
         self.stamp: object = None
         """What its owner wants to remember of the content; forgotten once others may write."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made anew from the words: `extents` are of this process's only."""
+        return type(self), (self._schema, self._words)
 
     @classmethod
     def allocate(cls, schema: Schema) -> HostWeights:
