@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +15,10 @@ from stitch.errors import StoreFullError
 from stitch.mirror import Mirror
 from stitch.publish import Publisher
 from stitch.publish import anchoring as anchoring_module
+from stitch.publish import merging as merging_module
 from stitch.publish.anchoring import AnchorRule
 from stitch.publish.compact import Compactor
+from stitch.publish.merging import BackgroundMerging
 from stitch.records import AnchorRecord
 from stitch.tensors import HostWeights, WeightReader, write_safetensors
 from stitch.testing.faults import FaultyStore
@@ -261,6 +264,35 @@ def test_a_publisher_that_merges_writes_merged_patches_beside_publishing(tmp_pat
             poll.wait(0.01)
     assert world.run.merged_spans() == wanted
     assert not merging._thread.is_alive()
+
+
+def test_merging_that_is_closed_before_it_begins_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[threading.Event] = []
+
+    class ClosedMeanwhile(threading.Event):
+        """As if `close` were called just before anything is cleared."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def clear(self) -> None:
+            for event in made:
+                event.set()
+            super().clear()
+
+    world = World(tmp_path)
+    monkeypatch.setattr(
+        merging_module,
+        "threading",
+        SimpleNamespace(Event=ClosedMeanwhile, Thread=threading.Thread),
+    )
+    with world.publisher:
+        merging = BackgroundMerging(world.run, encoding="auto", decode="any", scratch=None)
+        merging._thread.join(DEADLINE_S)
+        assert not merging._thread.is_alive()
 
 
 def test_merging_that_fails_fails_no_version(

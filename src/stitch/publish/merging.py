@@ -49,8 +49,10 @@ class BackgroundMerging:
 
     def _work(self) -> None:
         try:
-            while not self._stopping.is_set():
+            while True:
                 self._wake.clear()
+                if self._stopping.is_set():  # asked after clearing, or `close` could be missed
+                    return
                 self._merge()
                 self._wake.wait()
         finally:
