@@ -14,6 +14,8 @@ from test_replica_kill import serving, until_served
 
 from stitch.board import open_board
 from stitch.publish import Publisher, write_anchor
+from stitch.replica.heartbeats import HeartbeatWriter
+from stitch.replica.state import ReplicaStatus
 from stitch.tensors import HostWeights, write_safetensors
 from stitch.testing.fake_engine import FakeEngine
 from stitch.testing.published import PublishedRun, copy_of, digest_of
@@ -116,6 +118,29 @@ async def test_another_run_from_the_same_base_is_reached_from_it(published: Publ
             begin, published, "again", changed(published.weights[0], 60), base=published.base
         )
         await serves(replica, VersionRef("again", 1), last)
+
+
+async def test_a_heartbeat_stays_in_a_run_that_was_left_and_is_followed_again(
+    published: PublishedRun,
+) -> None:
+    """Both changes come before one beat."""
+    begin(published, "f", parent="r@3")
+    runs = {name: published.board.open_run(name) for name in ("r", "f")}
+    status = ReplicaStatus(replica="one", run="r", applied=3, newest=3)
+    writer = HeartbeatWriter(runs["r"], status, url="http://x", region="", interval_s=5.0)
+    try:
+        await writer.beat()
+        writer.follow(runs["f"])
+        writer.follow(published.board.open_run("r"))
+        await writer.beat()
+        assert [beat.replica for beat in runs["r"].heartbeats()] == ["one"]
+        status.run = "f"
+        writer.follow(runs["f"])
+        await writer.beat()
+        assert runs["r"].heartbeats() == []
+        assert [beat.replica for beat in runs["f"].heartbeats()] == ["one"]
+    finally:
+        await writer._worker.close()
 
 
 def other_base(published: PublishedRun, path: Path) -> HostWeights:

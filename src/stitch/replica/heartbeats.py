@@ -41,7 +41,7 @@ class HeartbeatWriter:
 
     def follow(self, run: Run) -> None:
         """Write under another run from now on, and take the replica off the one before."""
-        self._left.append(self._run)
+        self._left = [left for left in (*self._left, self._run) if left.name != run.name]
         self._run = run
         self._changed.set()
 
@@ -62,8 +62,9 @@ class HeartbeatWriter:
         try:
             await self._worker.run(self._run.put_heartbeat, self._now())
             while self._left:  # after the new one, so that the replica is always somewhere
-                await self._worker.run(self._remove_own, self._left[0])
-                del self._left[0]
+                left = self._left[0]
+                await self._worker.run(self._remove_own, left)
+                self._left = [run for run in self._left if run is not left]
         except StitchError as error:
             log.warning("event=heartbeat_failed seq=%d error=%s", self._seq, error)
 
