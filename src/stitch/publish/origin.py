@@ -26,7 +26,8 @@ class Origin:
     ) -> None:
         """`base`: a checkpoint; None: where the run record says it is."""
         self._run = run
-        self._base: str | Path | None = root_base(run) if base is None else base
+        self._base = base
+        self._is_base_usable = True
         self._scratch = scratch
         self._threads = threads
         self._kept: tuple[int, Path] | None = None
@@ -49,13 +50,14 @@ class Origin:
         return mirror
 
     def _from_base(self) -> Mirror | None:
-        if self._base is None:
+        if not self._is_base_usable:
             return None
+        base = root_base(self._run) if self._base is None else self._base
         try:
-            return self._load(resolve_base(self._base), self._run.record.view, ())
+            return self._load(resolve_base(base), self._run.record.view, ())
         except UsageError as error:
             log.warning("event=base_not_usable run=%s error=%s", self._run.name, error)
-            self._base = None
+            self._is_base_usable = False
             return None
 
     def _from_anchor(self, version: int) -> Mirror:
