@@ -10,7 +10,13 @@ import pytest
 
 from stitch.board import Board, open_board
 from stitch.board.keys import TEMPORARY_FOLDER
-from stitch.errors import LineageError, RunNotFoundError, StoreError, StoreUnsuitableError
+from stitch.errors import (
+    LineageError,
+    RunNotFoundError,
+    StoreError,
+    StoreUnsuitableError,
+    UsageError,
+)
 from stitch.mirror import Mirror
 from stitch.publish import Publisher, write_anchor
 from stitch.tensors import write_safetensors
@@ -142,6 +148,13 @@ def test_a_store_that_fails_meanwhile_is_no_verdict_on_the_lineage(world: Publis
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError, match="'r'"):
         Publisher.resume(quick_board(tmp_path / "board"), "r")
+
+
+def test_opening_a_run_that_is_there_needs_no_base(world: PublishedRun) -> None:
+    with Publisher.open(world.board, "r") as publisher:
+        assert publisher.run.name == "r"
+    with pytest.raises(UsageError, match="needs a base checkpoint, or a parent"):
+        Publisher.open(world.board, "another")
 
 
 def test_versions_published_while_resuming_are_taken_up(

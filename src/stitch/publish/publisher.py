@@ -20,6 +20,7 @@ from stitch.publish.fence import end_epoch, fence
 from stitch.publish.lineage import (
     Lineage,
     as_board,
+    check_absent,
     check_same,
     resume_run,
     start_fork,
@@ -32,7 +33,7 @@ from stitch.publish.settings import PublisherSettings
 from stitch.publish.snapshot import Snapshot, WeightSource, check_step, shadow_for
 from stitch.publish.ticket import Ticket
 from stitch.tensors.reader import Progress
-from stitch.types import VersionRef
+from stitch.types import VersionRef, check_run_name
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Publisher:
         elif base is not None:
             lineage = start_run(where, run, base, view or "bf16", progress, settings.threads)
         else:
+            check_absent(where, check_run_name(run))
             raise UsageError(f"run {run!r} needs a base checkpoint, or a parent to fork it from")
         return cls(lineage, settings)
 
@@ -127,7 +129,7 @@ class Publisher:
         progress: Progress | None = None,
         **options: Any,
     ) -> Self:
-        """`start` the run, or `resume` it if the board has it already.
+        """`start` the run, or `resume` it, without a base if need be, if the board has it already.
 
         Raises UsageError if the run exists with another view, or another parent than `parent`.
         """
