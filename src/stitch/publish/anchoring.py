@@ -103,7 +103,7 @@ class AnchorWriter:
             return
         with self._changed:
             if self._held is not None:
-                return  # still busy with an earlier one; this one stays due
+                return  # still busy with an earlier one; this one is left out
             self._held = baseline.weights
         thread = threading.Thread(
             target=self._write, args=(baseline,), name="stitch-anchor", daemon=True

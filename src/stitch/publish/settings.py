@@ -35,7 +35,7 @@ class PublisherSettings:
     anchor_every: AnchorEvery = "auto"
     """Store every n-th version whole, too; "auto": where the patches since the last anchor, or the
     base, cost a reader more bytes than the whole. Anchors are written beside publishing; while one
-    is, the view may be held once more."""
+    is, the view may be held once more, and what comes due is left out."""
     merge: bool = False
     """Write merged patches, for replicas that are far behind, beside publishing. That needs host
     memory for the view twice; `stitch compact` does the same in another process."""
