@@ -24,9 +24,12 @@ def fence(pipeline: Pipeline) -> None:
     If that one was faster, its version is taken up first. Raises what publishing raises;
     StaleEpochError if a newer epoch has begun meanwhile.
     """
-    while not pipeline.run.board.is_fenced(pipeline.epoch, _newest(pipeline)[0]):
+    while True:
+        epoch, step = _newest(pipeline)
+        if pipeline.run.board.is_fenced(pipeline.epoch, epoch):
+            return
         try:
-            published = pipeline.publish(pipeline.baseline.weights, _newest(pipeline)[1])
+            published = pipeline.publish(pipeline.baseline.weights, step)
         except PublishConflictError as error:
             log.warning("event=fence_was_late run=%s error=%s", pipeline.run.name, error)
             lead(pipeline.baseline, pipeline.run, threads=pipeline.threads)
