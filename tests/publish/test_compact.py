@@ -100,9 +100,10 @@ def test_it_goes_on_with_versions_that_appear(world: PublishedRun, tmp_path: Pat
     assert [m.version for m in compactor.compact()] == [4]
     assert compactor.compact() == []
     newest[0] = 9
-    assert compactor.missing() == 2
-    assert {(m.base_version, m.version) for m in compactor.compact()} == {(4, 8), (0, 8)}
-    assert compactor.missing() == 0
+    left: list[int] = []
+    done = compactor.compact(lambda _: left.append(compactor.num_left))
+    assert {(m.base_version, m.version) for m in done} == {(4, 8), (0, 8)}
+    assert left == [1, 0]
 
 
 def test_two_compactors_that_race_leave_one_patch_and_no_stray_blob(world: PublishedRun) -> None:
@@ -198,7 +199,7 @@ def test_it_stops_when_told_to(world: PublishedRun) -> None:
     assert len(compactor.compact()) < 3
     assert compactor.skipped == {}
     assert compactor.compact() == []
-    assert compactor.missing() > 0
+    assert compactor.num_left > 0
     compact(world)
     assert world.run.merged_spans() == sorted(spans.spans(9))
 

@@ -61,11 +61,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
         threads=args.threads,
         stop=stopped.is_set,
     )
+    written: list[MergedPatch] = []
     with closing(compactor), stopping(stopped, args.follow):
-        written = _compact(compactor, context)
+        _compact(compactor, context, written)
         while args.follow and not stopped.wait(args.interval_s):
             try:
-                written += _compact(compactor, context)
+                _compact(compactor, context, written)
             except StoreError as error:
                 log.warning("event=store_failed error=%s", error)
     rows = [
@@ -98,15 +99,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
     return exits.OK
 
 
-def _compact(compactor: Compactor, context: Context) -> list[MergedPatch]:
-    total = compactor.missing()
+def _compact(compactor: Compactor, context: Context, written: list[MergedPatch]) -> None:
+    """Adds to `written` as it goes, so that a store that fails midway hides nothing."""
     done = 0
     with context.console.progress("merging", counts=True) as progress:
 
-        def on_span(_: MergedPatch | None) -> None:
+        def on_span(merged: MergedPatch | None) -> None:
             nonlocal done
             done += 1
+            if merged is not None:
+                written.append(merged)
             if progress is not None:
-                progress(done, total)
+                progress(done, done + compactor.num_left)
 
-        return compactor.compact(on_span)
+        compactor.compact(on_span)

@@ -86,9 +86,9 @@ class Compactor:
                 on_span(merged)
         return done
 
-    def missing(self) -> int:
-        """How many spans `compact` would work on now."""
-        self._look()
+    @property
+    def num_left(self) -> int:
+        """Spans that the last look at the board found missing, and that are still to work on."""
         return len(self._left)
 
     def _look(self) -> None:
