@@ -240,6 +240,38 @@ def test_what_was_proven_is_taken_up_again(opened: Generations, base: Path) -> N
     again.close()
 
 
+def test_what_was_left_half_done_takes_no_room_while_the_base_is_written(
+    opened: Generations, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = opened.current.path.parent
+    for name in (".half.tmp", "00000005"):
+        shutil.copytree(opened.current.path, home / name)
+    flip(opened.current.path)
+    found: set[str] = set()
+    write = patching.copy_file
+
+    def looking(source: Path, target: Path) -> None:
+        found.update(path.name for path in home.iterdir() if path != target.parent)
+        write(source, target)
+
+    monkeypatch.setattr("stitch.engines.reload.generations.copy_file", looking)
+    again = reopened(opened, base)
+    assert found == {opened.current.path.name}  # an engine may load it meanwhile
+    again.close()
+
+
+def test_a_label_that_cannot_be_written_is_not_taken(
+    opened: Generations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stitch.tensors.durable.os.fsync", full)
+    with pytest.raises(StitchError, match="No space left"):
+        opened.relabel(ONE)
+    assert opened.current.ref is None
+
+
 def truncate(path: Path) -> None:
     file = min(path.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - 9)

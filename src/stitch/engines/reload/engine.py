@@ -24,7 +24,7 @@ from stitch.engines.reload.generations import Generation, Generations
 from stitch.engines.reload.reloader import Reloader
 from stitch.engines.reload.selftest import Proven
 from stitch.engines.reload.stock import StockEngine
-from stitch.errors import EngineError, FatalReplicaError, StitchError
+from stitch.errors import FatalReplicaError, RetryableError, StitchError
 from stitch.tensors import open_checkpoint
 from stitch.tensors.reader import spec_for
 from stitch.types import Schema, VersionRef
@@ -147,8 +147,8 @@ class ReloadEngine:
 
     async def _bind(self, ref: VersionRef, digest: str) -> None:
         rules.check_bind(self._generations.current.digest, ref, digest)
+        await self._forget()  # first: a proof needs room for a generation
         await self._reloader.establish()
-        await self._forget()
         self._generations.relabel(ref)
         await self._reloader.label_as(ref)
 
@@ -183,7 +183,7 @@ class ReloadEngine:
         self._staged = None  # whatever comes of it, it cannot be committed another time
         try:
             pause_ms = await self._change(stage, stage.before, stage.built, stage.expected)
-        except EngineError:
+        except RetryableError:  # the one before is current
             await asyncio.to_thread(self._generations.drop, stage.built)
             raise
         receipt = CommitReceipt(ref=stage.target, pause_ms=pause_ms, num_changed=stage.num_changed)

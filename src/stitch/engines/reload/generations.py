@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,10 +91,11 @@ class Generations:
                 reader = ViewReader(checkpoint, view)
                 found = it._proven(reader.schema, run)
                 if found is None:
+                    it._keep_only(it._linked())  # what was left half done takes up room
                     found = it._from_base(checkpoint, reader)
                     it.switch(found)
             it._current = found
-            it._keep_only([found])
+            it._keep_only(found.path)
         except OSError as error:
             it.close()
             raise UsageError(f"cannot keep checkpoints in {directory}: {error}") from error
@@ -130,10 +131,10 @@ class Generations:
                         link_file(file, temp / file.name)
             built = self._complete(temp, ref, wanted.schema)
         except EngineError:
-            self._keep_only([base])
+            self._keep_only(base.path)
             raise
         except (OSError, StitchError) as error:
-            self._keep_only([base])
+            self._keep_only(base.path)
             raise EngineError(f"the checkpoint of {ref} cannot be written: {error}") from error
         if built.digest != wanted.version_digest():
             self.drop(built)
@@ -158,8 +159,9 @@ class Generations:
 
     def relabel(self, ref: VersionRef) -> None:
         """Write another label on the current generation."""
-        self._current = replace(self.current, ref=ref)
-        _write_record(self._current)
+        labelled = replace(self.current, ref=ref)
+        _write_record(labelled)
+        self._current = labelled
 
     def drop(self, generation: Generation) -> None:
         """Remove a generation that is not current; an engine that maps its files keeps them."""
@@ -191,25 +193,31 @@ class Generations:
 
     def _proven(self, schema: Schema, run: str) -> Generation | None:
         """The current generation, if it is whole, of this schema, and labelled with this run."""
-        try:
-            target = os.readlink(self.link)
-        except FileNotFoundError:
+        if not self.link.is_symlink():
             return None
-        home, _, name = target.partition("/")
-        path = self._home / name
+        path = self._linked()
         try:
-            if home != self._home.name or not _NAME.fullmatch(name):
-                raise CorruptCheckpointError(f"{self.link} leads to {target!r}")
+            if path is None:
+                raise CorruptCheckpointError(f"it leads to {os.readlink(self.link)!r}")
             found = self._read(path)
         except (StitchError, OSError, ValueError, KeyError, TypeError) as error:
             _log.warning(
-                "event=generation_damaged path=%s error=%r made=anew_from_the_base", path, error
-            )
+                "event=generation_damaged path=%s error=%r made=anew_from_the_base",
+                path or self.link, error,
+            )  # fmt: skip
             return None
         if found.digests.schema != schema or found.ref is None or found.ref.run != run:
             _log.info("event=generation_of_another_run path=%s ref=%s", path, found.ref)
             return None
         return found
+
+    def _linked(self) -> Path | None:
+        """Where the link leads; None if that is no place of ours."""
+        try:
+            home, _, name = os.readlink(self.link).partition("/")
+        except FileNotFoundError:
+            return None
+        return self._home / name if home == self._home.name and _NAME.fullmatch(name) else None
 
     def _read(self, path: Path) -> Generation:
         record = json.loads((path / RECORD).read_bytes())
@@ -269,10 +277,9 @@ class Generations:
         numbers = [int(p.name) for p in self._home.iterdir() if _NAME.fullmatch(p.name)]
         return f"{max(numbers, default=0) + 1:08d}"
 
-    def _keep_only(self, kept: Iterable[Generation]) -> None:
-        paths = {generation.path for generation in kept}
+    def _keep_only(self, kept: Path | None) -> None:
         for path in self._home.iterdir():
-            if path not in paths:
+            if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.directory.glob(".current.*.tmp"):
             path.unlink(missing_ok=True)
