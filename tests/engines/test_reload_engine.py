@@ -25,6 +25,7 @@ from reload_kit import (
 from stitch.engines.reload.engine import ReloadEngine
 from stitch.engines.reload.generations import Generations
 from stitch.engines.reload.sglang import StockSglang
+from stitch.engines.reload.stock import StockLostError
 from stitch.engines.reload.vllm import StockVllm
 from stitch.errors import EngineError, EngineUnreachableError, FatalReplicaError, UsageError
 from stitch.tensors import HostWeights
@@ -206,6 +207,9 @@ async def test_an_engine_in_doubt_is_left_paused_and_not_taken_again_until_resta
     assert (await it.engine.describe()).state == "failed"
     with pytest.raises(FatalReplicaError):
         await it.engine.stage("b", BASE, NEXT, flip_update(it.weights, 2))
+    current = load(it.place / "engine" / "current")
+    with pytest.raises(FatalReplicaError):
+        await it.engine.bind(NEXT if fault == "lost" else BASE, digest_of(current))
     it.toy.faults.lose_load = False
     with pytest.raises(FatalReplicaError, match="earlier fault"):
         await attached(flavour, it)
@@ -218,6 +222,23 @@ async def test_an_engine_in_doubt_is_left_paused_and_not_taken_again_until_resta
     assert (await engine.verify()).digest == digest_of(it.weights)
     assert it.holds(it.weights)
     await engine.close()
+
+
+async def test_an_engine_in_doubt_is_paused_even_if_that_cannot_be_noted(
+    it: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is what fails a commit and then the note of it."""
+    await it.bound()
+    await it.staged()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stitch.engines.reload.generations.os.replace", full)
+    with pytest.raises(FatalReplicaError, match=r"in doubt.*No space left"):
+        await it.engine.commit("a")
+    assert it.toy.paused
+    assert not (it.place / "engine" / "doubt.json").exists()
 
 
 async def test_two_ranks_of_vllm_after_a_failed_call_are_not_trusted(tmp_path: Path) -> None:
@@ -363,6 +384,50 @@ async def test_a_restart_during_a_stage_is_noticed_before_the_commit(it: Toy) ->
     it.toy.restart()
     with pytest.raises(EngineError, match="restarted"):
         await it.engine.commit("a")
+
+
+async def test_an_engine_that_is_gone_before_a_commit_leaves_no_generation(
+    it: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone() -> str:
+        raise StockLostError("planned")
+
+    await it.bound()
+    await it.staged()
+    with monkeypatch.context() as patch:
+        patch.setattr(it.engine._reloader.stock, "label", gone)
+        with pytest.raises(EngineUnreachableError):
+            await it.engine.commit("a")
+    assert len(it.generations) == 1
+    update = await it.staged("b")
+    await it.engine.commit("b")
+    update.apply(it.weights)
+    assert it.holds(it.weights)
+
+
+async def test_a_proof_after_a_restart_needs_room_for_one_more_generation_only(
+    flavour: str, tmp_path: Path
+) -> None:
+    """Also if the engine restarts while an old generation and the next one are kept."""
+    seen: list[int] = []
+    async with running(
+        flavour, tmp_path, prepare=lambda toy: setattr(toy.faults, "packed", True)
+    ) as it:
+        await it.bound()
+        update = await it.staged()
+        await it.engine.commit("a")
+        update.apply(it.weights)
+        it.toy.restart()
+        await it.engine.describe()
+        app_load = it.toy.load
+
+        def load(directory: Path, label: str) -> bool:
+            seen.append(len(it.generations))
+            return app_load(directory, label)
+
+        it.toy.load = load  # type: ignore[method-assign]
+        await it.engine.bind(NEXT, digest_of(it.weights))
+    assert seen == [1, 2, 2]
 
 
 async def test_another_replica_takes_a_running_engine_over(it: Toy, flavour: str) -> None:

@@ -20,7 +20,7 @@ from stitch.engines.reload.doubt import Doubt
 from stitch.engines.reload.generations import Generation, Generations
 from stitch.engines.reload.selftest import PROMPTS, Proven, prove_reload
 from stitch.engines.reload.stock import StockEngine, StockLostError, StockRefusedError
-from stitch.errors import EngineError, EngineUnreachableError, FatalReplicaError
+from stitch.errors import EngineError, EngineUnreachableError, FatalReplicaError, StitchError
 from stitch.types import VersionRef
 
 _log = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ class Reloader:
     @property
     def proven(self) -> Proven:
         """Raises EngineError while nothing is, FatalReplicaError once the engine is in doubt."""
-        if self.failed:
-            raise FatalReplicaError("the engine is in doubt")
+        self._check_sound()
         if self._proven is None:
             raise EngineError("what the engine holds is not proven: bind it first")
         return self._proven
@@ -82,8 +81,9 @@ class Reloader:
     async def establish(self) -> None:
         """Prove what the engine holds, by loading the current generation, unless it is known.
 
-        Raises FatalReplicaError if that cannot be done.
+        Raises FatalReplicaError if that cannot be done, or the engine is in doubt.
         """
+        self._check_sound()
         if self._proven is not None:
             await self.check_label()
             return
@@ -198,12 +198,19 @@ class Reloader:
     async def end(self, reason: str) -> NoReturn:
         """The engine is in doubt: it must not go on, and nobody may take it for proven."""
         self.failed = True
-        self._doubt.note(reason, self._label)
+        try:
+            self._doubt.note(reason, self._label)
+        except StitchError as error:  # the disk is full, say; paused it must be all the more
+            _log.error("event=doubt_not_noted error=%s", error)
         with contextlib.suppress(*_FAILURES):
             await self.stock.pause()
         raise FatalReplicaError(
             f"{self.stock.traits.engine} is in doubt: {reason}; it was left paused, restart it"
         )
+
+    def _check_sound(self) -> None:
+        if self.failed:
+            raise FatalReplicaError("the engine is in doubt")
 
     async def _sure(self, work: Coroutine[Any, Any, _Result], what: str) -> _Result:
         """Do what must not fail; the end if it does."""
