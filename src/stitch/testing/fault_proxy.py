@@ -195,8 +195,7 @@ class FaultProxy(RecordingProxy):
 
     def heal(self) -> None:
         """Forget all planned faults and let go of what is stalled."""
-        with self._lock:
-            self._faults.clear()
+        super().heal()
         self._loop.call_soon_threadsafe(self._released.set)
 
     def _plan(
@@ -207,8 +206,7 @@ class FaultProxy(RecordingProxy):
         times: int | None,
         after: int,
     ) -> ProxyFault:
-        fault = ProxyFault(methods, match, times, after, play)
-        with self._lock:
-            self._faults.append(fault)
         self._loop.call_soon_threadsafe(self._released.clear)
-        return fault
+        return self._add(
+            ProxyFault(kinds=methods, match=match, times=times, after=after, play=play)
+        )

@@ -10,8 +10,6 @@ Each fault is used up after `times` calls (None: never) on keys that contain `ma
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Literal
 from stitch.board.store import ObjectInfo, ObjectStore, PutMode
 from stitch.board.store_errors import ObjectTooLargeError
 from stitch.errors import StitchError, StoreError, StoreFullError
+from stitch.testing.planned import PlannedFault, Requests
 
 Operation = Literal["get", "get_range", "head", "put", "list", "delete"]
 
@@ -30,39 +29,19 @@ ALL: tuple[Operation, ...] = (*READS, "put", "list", "delete")
 _Effect = Literal["before", "lost", "phantom", "hide", "body"]
 
 
-@dataclass
-class Fault:
-    """One planned fault; `num_hits` counts how often it struck."""
-
-    operations: tuple[Operation, ...]
-    match: str
+@dataclass(kw_only=True)
+class Fault(PlannedFault):
     effect: _Effect
-    times: int | None
-    after: int
     error: StitchError
     change: Callable[[bytes], bytes] = bytes
-    num_hits: int = 0
-
-    def strikes(self, operation: Operation, key: str) -> bool:
-        if operation not in self.operations or self.match not in key or self.times == 0:
-            return False
-        if self.after > 0:
-            self.after -= 1
-            return False
-        if self.times is not None:
-            self.times -= 1
-        self.num_hits += 1
-        return True
 
 
-class FaultyStore:
+class FaultyStore(Requests[Fault]):
     """Wraps a store; an ObjectStore itself. `requests` lists every call as (operation, key)."""
 
     def __init__(self, inner: ObjectStore) -> None:
+        super().__init__()
         self.inner = inner
-        self._faults: list[Fault] = []
-        self._lock = threading.RLock()
-        self.requests: list[tuple[Operation, str]] = []
 
     # --- planning faults -------------------------------------------------------------------
 
@@ -118,11 +97,6 @@ class FaultyStore:
         """Return `data` as the body instead of what is stored."""
         return self._plan_body(match, lambda _: data, times, after)
 
-    def heal(self) -> None:
-        """Forget all planned faults."""
-        with self._lock:
-            self._faults.clear()
-
     def _plan_body(
         self, match: str, change: Callable[[bytes], bytes], times: int | None, after: int
     ) -> Fault:
@@ -141,27 +115,16 @@ class FaultyStore:
     ) -> Fault:
         if error is None:
             error = StoreError("the store did not answer (planned fault)")
-        fault = Fault(operations, match, effect, times, after, error)
-        with self._lock:
-            self._faults.append(fault)
-        return fault
-
-    # --- counting --------------------------------------------------------------------------
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of calls by operation."""
-        with self._lock:
-            return Counter(operation for operation, _ in self.requests)
-
-    @property
-    def num_requests(self) -> int:
-        with self._lock:
-            return len(self.requests)
-
-    def forget_requests(self) -> None:
-        with self._lock:
-            self.requests.clear()
+        return self._add(
+            Fault(
+                kinds=operations,
+                match=match,
+                effect=effect,
+                times=times,
+                after=after,
+                error=error,
+            )
+        )
 
     # --- the store -------------------------------------------------------------------------
 
@@ -212,9 +175,7 @@ class FaultyStore:
 
     def _enter(self, operation: Operation, key: str) -> Fault | None:
         """Record the call and find its fault; one that strikes before the work is raised here."""
-        with self._lock:
-            self.requests.append((operation, key))
-            fault = next((f for f in self._faults if f.strikes(operation, key)), None)
+        fault = self._struck(operation, key)
         if fault is not None and fault.effect == "before":
             raise fault.error
         return fault

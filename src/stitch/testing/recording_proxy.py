@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,8 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 from yarl import URL
+
+from stitch.testing.planned import PlannedFault, Requests
 
 READS = ("GET", "HEAD")
 WRITES = ("PUT", "POST", "DELETE")
@@ -34,62 +35,25 @@ class Answer:
     body: bytes
 
 
-@dataclass
-class ProxyFault:
-    """One planned fault; `num_hits` counts how often it struck."""
-
-    methods: tuple[str, ...]
-    match: str
-    times: int | None
-    after: int
+@dataclass(kw_only=True)
+class ProxyFault(PlannedFault):
     play: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
-    num_hits: int = 0
-
-    def strikes(self, method: str, path: str) -> bool:
-        if method not in self.methods or self.match not in path or self.times == 0:
-            return False
-        if self.after > 0:
-            self.after -= 1
-            return False
-        if self.times is not None:
-            self.times -= 1
-        self.num_hits += 1
-        return True
 
 
-class RecordingProxy:
+class RecordingProxy(Requests[ProxyFault]):
     """Passes requests on with the headers and bytes that came, so that signatures hold.
 
     `requests` lists what came, as (method, raw path and query).
     """
 
     def __init__(self, upstream: str) -> None:
+        super().__init__()
         self._upstream = upstream
-        self._faults: list[ProxyFault] = []
-        self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stitch-fault-proxy")
         self._released = asyncio.Event()
         self._clock_offset = timedelta(0)
-        self.requests: list[tuple[str, str]] = []
         self.port = 0
-
-    # --- counting --------------------------------------------------------------------------
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of requests by method."""
-        with self._lock:
-            return Counter(method for method, _ in self.requests)
-
-    @property
-    def num_requests(self) -> int:
-        with self._lock:
-            return len(self.requests)
-
-    def forget_requests(self) -> None:
-        with self._lock:
-            self.requests.clear()
 
     # --- the proxy -------------------------------------------------------------------------
 
@@ -135,11 +99,7 @@ class RecordingProxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
-        with self._lock:
-            self.requests.append((request.method, request.raw_path))
-            struck = next(
-                (f for f in self._faults if f.strikes(request.method, request.raw_path)), None
-            )
+        struck = self._struck(request.method, request.raw_path)
         if struck is not None:
             return await struck.play(request, data)
         return respond(await self.ask(request, data))
