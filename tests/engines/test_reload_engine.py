@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -375,6 +376,34 @@ async def test_a_restarted_engine_is_another_one_until_it_is_bound_again(it: Toy
         await it.engine.verify()
     await it.engine.bind(NEXT, digest_of(it.weights))
     assert it.holds(it.weights)
+    assert (await it.engine.verify()).ref == NEXT
+
+
+async def test_a_look_that_a_commit_overtakes_finds_no_restart(
+    it: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The label that it was told is old, or comes before we know that the commit happened."""
+    await it.bound()
+    await it.staged()
+    boot = (await it.engine.describe()).boot
+    stock = it.engine._reloader.stock
+    asked, told = asyncio.Event(), asyncio.Event()
+    label = stock.label
+
+    async def slow() -> str:
+        found = await label()
+        asked.set()
+        await told.wait()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stock, "label", slow)
+        look = asyncio.create_task(it.engine.describe())
+        await asked.wait()
+    await it.engine.commit("a")
+    told.set()
+    found = await look
+    assert (found.boot, found.ref, found.state) == (boot, NEXT, "ready")
     assert (await it.engine.verify()).ref == NEXT
 
 

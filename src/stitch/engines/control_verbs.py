@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from stitch.engines import wire
 from stitch.engines.parts import PartsBox
 from stitch.engines.port import Engine
+from stitch.engines.turns import Turns
 from stitch.errors import EngineError, FatalError, RetryableError, StitchError, UsageError
 from stitch.types import Schema, VersionRef
 
-_Result = TypeVar("_Result")
 Body = dict[str, Any]
 
 MIN_TOKEN_CHARS = 16
@@ -58,8 +57,7 @@ class ControlVerbs:
         self._engine = engine
         self._schema = schema
         self._open: _OpenStage | None = None
-        self._order = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._turns = Turns()
 
     async def describe(self) -> Body:
         return wire.description_to_json(await self._engine.describe())
@@ -68,7 +66,7 @@ class ControlVerbs:
         ref = wire.ref_from_json({k: body.get(k) for k in ("run", "version")}, "bind")
         digest = wire.text_field(body, "digest")
         self._open = None
-        await self._to_the_end(self._engine.bind(ref, digest))
+        await self._turns.run(self._engine.bind(ref, digest))
         return DONE
 
     async def open_stage(self, body: Body) -> Body:
@@ -97,25 +95,25 @@ class ControlVerbs:
             wire.count_field(body, "num_parts"),
             wire.count_field(body, "num_changed"),
         )
-        await self._to_the_end(self._seal(stage, num_parts, num_changed))
+        await self._turns.run(self._seal(stage, num_parts, num_changed))
         return DONE
 
     async def discard(self) -> Body:
         self._open = None
-        await self._to_the_end(self._engine.discard())
+        await self._turns.run(self._engine.discard())
         return DONE
 
     async def commit(self, body: Body) -> Body:
-        receipt = await self._to_the_end(self._engine.commit(wire.text_field(body, "stage_id")))
+        receipt = await self._turns.run(self._engine.commit(wire.text_field(body, "stage_id")))
         return wire.receipt_to_json(receipt)
 
     async def roll_back(self, body: Body) -> Body:
-        await self._to_the_end(self._engine.roll_back(wire.ref_from_json(body, "roll_back")))
+        await self._turns.run(self._engine.roll_back(wire.ref_from_json(body, "roll_back")))
         return DONE
 
     async def verify(self, body: Body) -> Body:
         names = wire.names_field(body, "tensors")
-        return wire.report_to_json(await self._to_the_end(self._engine.verify(names)))
+        return wire.report_to_json(await self._turns.run(self._engine.verify(names)))
 
     def _opened(self, stage_id: str) -> _OpenStage:
         if self._open is None or self._open.stage_id != stage_id:
@@ -130,18 +128,6 @@ class ControlVerbs:
         if self._open is stage:
             self._open = None
 
-    async def _to_the_end(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run `work` alone, to its end even if the caller's connection breaks."""
-        task = asyncio.create_task(self._alone(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_mark_seen)
-        return await asyncio.shield(task)
-
-    async def _alone(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        async with self._order:
-            return await work
-
 
 class _OpenStage:
     """A stage whose parts are arriving."""
@@ -151,9 +137,3 @@ class _OpenStage:
         self.base = base
         self.target = target
         self.parts = PartsBox(schema)
-
-
-def _mark_seen(task: asyncio.Task[Any]) -> None:
-    """Fetch the outcome, so that an error whose caller left is not reported as never retrieved."""
-    if not task.cancelled():
-        task.exception()

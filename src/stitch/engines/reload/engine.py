@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from stitch.codec import DigestState, UpdateSet
 from stitch.engines import rules
@@ -24,12 +23,11 @@ from stitch.engines.reload.generations import Generation, Generations
 from stitch.engines.reload.reloader import Reloader
 from stitch.engines.reload.selftest import Proven
 from stitch.engines.reload.stock import StockEngine
+from stitch.engines.turns import Turns
 from stitch.errors import FatalReplicaError, RetryableError, StitchError
 from stitch.tensors import open_checkpoint
 from stitch.tensors.reader import spec_for
 from stitch.types import Schema, VersionRef
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +71,10 @@ class ReloadEngine:
         self._generations = generations
         self._reloader = Reloader(stock, generations, fresh=fresh)
         self._traits = stock.traits
-        self._order = asyncio.Lock()
+        self._turns = Turns()
         self._state: EngineState = "ready"
         self._staged: _Stage | None = None
         self._last: _Done | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def opened(
@@ -91,14 +88,15 @@ class ReloadEngine:
         """
         it = cls(stock, generations, fresh=fresh)
         await it._reloader.check_setup()
-        await it._to_the_end(it._reloader.establish())
+        await it._turns.run(it._reloader.establish())
         return it
 
     # --- the port --------------------------------------------------------------------------------
 
     async def describe(self) -> EngineDescription:
-        if not self._order.locked() and not self._reloader.failed:
-            await self._reloader.look()
+        turns, num_begun = self._turns, self._turns.num_begun
+        if not turns.busy and not self._reloader.failed:
+            await self._reloader.look(lambda: turns.num_begun == num_begun)
         staged, last = self._staged, self._last
         return EngineDescription(
             engine=f"{self._traits.engine}, reloaded",
@@ -114,32 +112,32 @@ class ReloadEngine:
         )
 
     async def bind(self, ref: VersionRef, digest: str) -> None:
-        await self._to_the_end(self._bind(ref, digest))
+        await self._turns.run(self._bind(ref, digest))
 
     async def stage(
         self, stage_id: str, base: VersionRef, target: VersionRef, update: UpdateSet
     ) -> None:
-        await self._to_the_end(self._stage(stage_id, base, target, update))
+        await self._turns.run(self._stage(stage_id, base, target, update))
 
     async def commit(self, stage_id: str) -> CommitReceipt:
-        return await self._to_the_end(self._commit(stage_id))
+        return await self._turns.run(self._commit(stage_id))
 
     async def roll_back(self, to: VersionRef) -> None:
-        await self._to_the_end(self._roll_back(to))
+        await self._turns.run(self._roll_back(to))
 
     async def discard(self) -> None:
-        await self._to_the_end(self._discard())
+        await self._turns.run(self._discard())
 
     async def verify(self, names: Sequence[str] | None = None) -> VerifyReport:
         """Proves that the engine holds what it was told to load, and digests that.
 
         With `names` the engine is still asked for checksums of everything.
         """
-        return await self._to_the_end(self._verify(names))
+        return await self._turns.run(self._verify(names))
 
     async def close(self) -> None:
         """Wait for what is under way; the engine keeps running, with its generation."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._turns.all_ended()
         await self._reloader.stock.close()
         self._generations.close()
 
@@ -264,21 +262,3 @@ class ReloadEngine:
                     f"digest {found.tensor_digest(index)}, written was {wanted}"
                 )
         return found
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run `work` alone, to its end even if the caller is cancelled: no pause stays for ever."""
-        task = asyncio.create_task(self._alone(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_mark_seen)
-        return await asyncio.shield(task)
-
-    async def _alone(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        async with self._order:
-            return await work
-
-
-def _mark_seen(task: asyncio.Task[Any]) -> None:
-    """Fetch the outcome, so that an error whose caller left is not reported as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Set
+from collections.abc import Callable, Coroutine, Set
 from typing import Any, NoReturn, TypeVar
 
 from stitch import failpoints
@@ -62,8 +62,11 @@ class Reloader:
         except StockRefusedError as error:
             raise FatalReplicaError(f"{self.stock.traits.engine}: {error}") from error
 
-    async def look(self) -> None:
-        """See whether the engine is there, and still the one that was proven."""
+    async def look(self, undisturbed: Callable[[], bool]) -> None:
+        """See whether the engine is there, and still the one that was proven.
+
+        What it says of its label counts only if then nothing else was begun: `undisturbed()`.
+        """
         boot = self.boot
         try:
             label = await self.stock.label()
@@ -73,7 +76,9 @@ class Reloader:
             self.failed = True
             _log.error("event=engine_failed error=%s", error)
             return
-        if self._label is not None and label != self._label and boot == self.boot:
+        if not undisturbed() or boot != self.boot:
+            return
+        if self._label is not None and label != self._label:
             _log.warning("event=engine_restarted label=%s expected=%s", label, self._label)
             self._label, self._proven, self._fresh = None, None, False
             self.boot = uuid.uuid4().hex
