@@ -338,6 +338,14 @@ def test_a_damaged_record_shields_what_lies_beside_it(run: Run, store: ClockedSt
     assert patches(run) == list(range(13, 21))
 
 
+def test_a_round_that_fails_at_the_clock_leaves_nothing(run: Run, store: ClockedStore) -> None:
+    store.fail(keys.PROBE_FOLDER, operations=("head",))
+    with pytest.raises(StoreError, match="planned fault"):
+        gc(run, keep_versions=2)
+    assert list(store.list_objects(keys.PROBE_FOLDER)) == []
+    assert run.retention() is None
+
+
 def test_deletions_that_fail_are_made_up_for(run: Run, store: ClockedStore) -> None:
     put_anchor(run, 12)
     store.fail("v/00000004/", operations=("delete",))

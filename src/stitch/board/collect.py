@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from stitch.board import keys
 from stitch.board.inventory import Inventory
+from stitch.board.probe import probe_key
 from stitch.board.retention import RetentionPlan, RetentionPolicy, plan_retention
 from stitch.board.retired import MAX_MARK_BYTES, Mark
 from stitch.board.store import ObjectInfo
@@ -88,11 +89,10 @@ class Collector:
 
     def _read_clock(self, inventory: Inventory) -> None:
         """Learn the store's time from an object written now."""
-        key = f"{keys.PROBE_FOLDER}/{secrets.token_hex(16)}"
         store = self._run.board.store
-        store.put(key, b"", mode="create")
-        info = store.head(key)
-        store.delete(key)
+        with probe_key(store) as key:
+            store.put(key, b"", mode="create")
+            info = store.head(key)
         if info is not None:
             inventory.saw(info)
 

@@ -51,7 +51,7 @@ def _settle(probe: Callable[[], bool], patience: Patience) -> None:
 
 def _probe_in_turn(store: ObjectStore) -> bool:
     """Two creates of one key, one after the other: the second one must be refused."""
-    with _key(store) as key:
+    with probe_key(store) as key:
         first = store.put(key, b"first", mode="create")
         second = store.put(key, b"second", mode="create")
         found = store.get(key, max_bytes=_MAX_BYTES)
@@ -70,7 +70,7 @@ def _probe_race(store: ObjectStore) -> bool:
         start.wait(timeout=_START_S)
         return store.put(key, body, mode="create")
 
-    with _key(store) as key, ThreadPoolExecutor(len(bodies), "stitch-probe") as pool:
+    with probe_key(store) as key, ThreadPoolExecutor(len(bodies), "stitch-probe") as pool:
         racers = [pool.submit(create, body) for body in bodies]
         won = [racer.result() for racer in racers]
         found = store.get(key, max_bytes=_MAX_BYTES)
@@ -96,7 +96,7 @@ def _unsuitable(
 
 
 @contextmanager
-def _key(store: ObjectStore) -> Iterator[str]:
+def probe_key(store: ObjectStore) -> Iterator[str]:
     """A key that nobody else knows, free again at the end."""
     key = f"{PROBE_FOLDER}/{secrets.token_hex(16)}"
     try:
