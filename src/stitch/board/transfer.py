@@ -22,15 +22,11 @@ ReadRange = Callable[[int, int], bytes | None]
 """`read(start, num_bytes)`: the bytes there, or None if the object is gone."""
 
 
-class VanishedError(StoreError):
-    """An object disappeared while it was read."""
-
-
 def read_ahead(read: ReadRange, start: int, stop: int, what: str) -> Generator[bytes]:
     """Bytes [start, stop) of an object in pieces of at most PIECE_BYTES, in order.
 
     Every piece has its full length, or StoreError is raised: an answer that is short, or that
-    breaks off, is asked for again. VanishedError if the object is gone. Close the iterator to stop.
+    breaks off, is asked for again, but not one that is gone. Close the iterator to stop.
     """
 
     def piece(begin: int) -> bytes:
@@ -60,7 +56,7 @@ def _read_piece(read: ReadRange, start: int, num_bytes: int, what: str) -> bytes
             problem = error
         else:
             if data is None:
-                raise VanishedError(f"{what} disappeared while it was read")
+                raise StoreError(f"{what} disappeared while it was read")
             if len(data) == num_bytes:
                 return data
             problem = StoreError(
