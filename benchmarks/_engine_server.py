@@ -13,7 +13,8 @@ import aiohttp
 
 from stitch.engines.control import ControlClient
 from stitch.engines.launch import EngineProcess, free_port
-from stitch.engines.vllm.launch import vllm_command, vllm_environment
+from stitch.engines.plugin_launch import plugin_environment
+from stitch.engines.vllm.launch import vllm_command
 from stitch.errors import EngineError
 from stitch.types import Schema
 
@@ -86,7 +87,7 @@ async def serving(python: str, model: Path, schema: Schema, log: Path) -> AsyncI
     engine = await EngineProcess.start(
         command,
         base_url=url,
-        env={**ENVIRONMENT, **vllm_environment(), "PYTHONPATH": path},
+        env={**ENVIRONMENT, **plugin_environment(), "PYTHONPATH": path},
         ready_timeout_s=900.0,
         log_path=log,
     )

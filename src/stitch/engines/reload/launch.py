@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stitch.errors import UsageError
+from stitch.engines.plugin_launch import OURS, own_arguments
 
-_OURS = ("--host", "--port", "--served-model-name", "--model", "--model-path", "--load-format")
+_DECIDED = (*OURS, "--model", "--model-path", "--load-format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +51,13 @@ def stock_command(
 
     It ends with this process, and with all of its own. UsageError for arguments decided here.
     """
-    given = {arg.partition("=")[0] for arg in args}
-    for name in _OURS:
-        if name in given:
-            raise UsageError(f"{name} is the replica's to give: leave it out of the engine's")
     start = _STARTS[engine]
     keeper = [sys.executable, "-m", "stitch.engines.reload.keeper", str(os.getpid()), "--"]
     command = [*keeper, str(python or sys.executable), *start.module, *start.model, str(directory)]
     # Loopback, always: whoever reaches these routes can change the weights.
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", served_model_name]
-    if view == "bf16" and "--dtype" not in given:
-        command += ["--dtype", "bfloat16"]
-    return [*command, *args]
+    return [*command, *own_arguments(args, view, _DECIDED)]
 
 
 def stock_environment(engine: str) -> dict[str, str]:

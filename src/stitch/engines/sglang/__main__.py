@@ -10,8 +10,8 @@ import os
 import runpy
 import sys
 
+from stitch.engines.plugin_launch import has_token
 from stitch.engines.sglang import PLUGIN
-from stitch.engines.wire import TOKEN_ENV
 
 _PLUGINS_ENV = "SGLANG_PLUGINS"
 _SERVER = "sglang.launch_server"
@@ -21,8 +21,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
-    if len(os.environ.get(TOKEN_ENV, "")) < 16:
-        print(f"set {TOKEN_ENV} to a secret of at least 16 characters", file=sys.stderr)
+    if not has_token():
         return 2
     allowed = os.environ.get(_PLUGINS_ENV)
     if allowed:  # unset, it allows every plugin

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import NoReturn
 
+from stitch.engines.plugin_launch import has_token
 from stitch.engines.vllm import PLUGIN, WORKER_EXTENSION
-from stitch.engines.wire import TOKEN_ENV
 
 _ENDPOINTS = "vllm.endpoint_plugins"
 
@@ -22,8 +22,7 @@ def main(argv: list[str]) -> NoReturn:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__, file=sys.stderr)
         sys.exit(2)
-    if len(os.environ.get(TOKEN_ENV, "")) < 16:
-        print(f"set {TOKEN_ENV} to a secret of at least 16 characters", file=sys.stderr)
+    if not has_token():
         sys.exit(2)
     os.environ["VLLM_PLUGINS"] = plugins(os.environ.get("VLLM_PLUGINS"), _installed())
     extended = any(arg.partition("=")[0] == "--worker-extension-cls" for arg in argv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from stitch.engines.plugin_launch import plugin_command, plugin_environment
+from stitch.engines.plugin_launch import plugin_command
 
 vllm_command = functools.partial(plugin_command, "stitch.engines.vllm")
-vllm_environment = plugin_environment
