@@ -4,8 +4,8 @@ Adam on an FP32 master that starts anywhere inside its BF16 cells, as in a long 
 fresh normal number for every element and step, plus a constant part `DRIFT` times as large, so that
 most of what changes in a step changes back in a later one and some of it stays. With these numbers
 the share of elements that change in a step, its decline over the first steps, and how much less
-eight steps at once change than one after the other (0.41) are those of the real run
-(`rl-smollm2`: 0.42), whose learning rate, betas and weight decay are used.
+eight steps at once change than one after the other are about those of the real run (`rl-smollm2`;
+see `steps` of the benchmark), whose learning rate, betas and weight decay are used.
 """
 
 from __future__ import annotations

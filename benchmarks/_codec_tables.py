@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from benchmarks._command import table
 
 Row = Mapping[str, Any]
 
@@ -20,8 +22,8 @@ def tables(result: Mapping[str, Any]) -> Iterator[str]:
     if result["memory"]:
         heads = ["peak memory, buckets beyond inputs and outputs", "cores", "encode", "apply"]
         keys = ("codec", "cores", "encode_buckets", "apply_buckets")
-        yield from _table(heads, ([str(row[key]) for key in keys] for row in result["memory"]))
-    yield from _table(
+        yield from table(heads, ([str(row[key]) for key in keys] for row in result["memory"]))
+    yield from table(
         ["figure", "value", "wanted"],
         (
             [f"`{name}`", f"{value:.3g}", result["wanted"][name]]
@@ -41,10 +43,4 @@ def _pivot(rows: Sequence[Row], title: str, key: str, cores: int) -> Iterator[st
     cells = {(row["codec"], row["data"]): f"{row[key]:.3g}" for row in kept}
     codecs = list(dict.fromkeys(row["codec"] for row in kept))
     body = ([f"`{codec}`", *(cells[codec, data] for data in heads)] for codec in codecs)
-    yield from _table([title, *heads.values()], body)
-
-
-def _table(heads: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
-    for cells in (heads, ["---"] * len(heads), *body):
-        yield f"| {' | '.join(cells)} |"
-    yield ""
+    yield from table([title, *heads.values()], body)

@@ -12,7 +12,8 @@ Fields of `rows`: `behind`; `bytes` and `objects` that were read, records includ
 those included that found nothing; `bytes_chain` and `objects_chain` without merged patches;
 `bytes_direct`, the patch from the one version straight to the other; seconds of both journeys from
 the store to proven weights. `anywhere` has the same between versions that are not multiples of the
-distance: means, and the worst of `num_pairs`.
+distance: means, and the worst of `num_pairs`. `steps` has the share of elements that a step
+changes, and how many times as many the first eight at once change as one after the other.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from typing import Any
 
 from benchmarks._catchup_steps import training
 from benchmarks._codec_data import Synthetic, copy_of, real_folder, real_steps
+from benchmarks._command import command_line, table_of
 from stitch.board import Board, ObjectInfo, Run, open_board
 from stitch.board.store import ObjectStore, PutMode
-from stitch.codec import PatchEncoder
+from stitch.codec import PatchEncoder, diff_update
 from stitch.mirror import Mirror
 from stitch.publish import Publisher
 from stitch.publish.compact import Compactor
@@ -42,6 +44,8 @@ NUM_STEPS = 64
 DISTANCES = (1, 8, 32, 64)
 ANYWHERE = {3: (1, 22, 41), 8: (3, 21, 53), 32: (3, 14, 29), 57: (2, 3, 6)}
 """Distance -> versions to start from."""
+AT_ONCE = 8
+"""Steps that the real run has."""
 WANTED = {"over_direct_64": "<= 1.25", "over_chain_64": "<= 0.5"}
 
 
@@ -132,6 +136,20 @@ class World:
             seconds_s=seconds_s,
         )
 
+    def steps(self) -> dict[str, Any]:
+        """How much changes in a step, and how much less in `AT_ONCE` of them at once."""
+        densities = [self.run.manifest(v).stats.density for v in range(1, len(self.versions))]
+        row = {
+            "data": self.name,
+            "least_density": round(min(densities), 5),
+            "most_density": round(max(densities), 5),
+        }
+        if len(densities) >= AT_ONCE:
+            at_once = diff_update(self.versions[0], self.versions[AT_ONCE]).num_changed
+            one_by_one = sum(densities[:AT_ONCE]) * self.run.schema.num_elements
+            row["at_once_over_one_by_one"] = round(at_once / one_by_one, 3)
+        return row
+
     def direct_bytes(self, start: int, stop: int) -> int:
         encoder = PatchEncoder(self.versions[start], self.versions[stop])
         return sum(len(part) for part in encoder.parts())
@@ -147,9 +165,11 @@ def main() -> int:
         anywhere = {k: starts for k, starts in ANYWHERE.items() if k + max(starts) <= args.steps}
         compaction, simulated, means = _measure(world, distances, anywhere)
         rows += simulated
+        steps = [world.steps()]
         if folder is not None:
             real = _real(folder, Path(directory) / "real")
             rows += _measure(real, (1, 2, 4, 8), {})[1]
+            steps.append(real.steps())
     last = simulated[-1]
     result = {
         "benchmark": "catchup",
@@ -158,6 +178,7 @@ def main() -> int:
         f"objects_{args.steps}": last["objects"],
         "wanted": WANTED,
         "num_elements": world.run.schema.num_elements,
+        "steps": steps,
         "compaction": compaction,
         "rows": rows,
         "anywhere": means,
@@ -170,12 +191,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.catchup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = command_line("catchup", __doc__)
     parser.add_argument("--data", help="folder of the real run")
     parser.add_argument(
         "--elements", type=int, help="simulate on so many synthetic elements instead"
@@ -260,12 +276,7 @@ def _row(world: World, pair: tuple[int, int], chain: Journey) -> dict[str, Any]:
 
 def _print_tables(result: dict[str, Any]) -> None:
     for name in filter(result.get, ("rows", "anywhere")):
-        columns = list(result[name][0])
-        print("| " + " | ".join(columns) + " |")
-        print("|" + " --- |" * len(columns))
-        for row in result[name]:
-            print("| " + " | ".join(str(row[column]) for column in columns) + " |")
-        print()
+        print(*table_of(result[name]), sep="\n")
     print(json.dumps({key: result[key] for key in result if key not in ("rows", "anywhere")}))
 
 

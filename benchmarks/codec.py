@@ -38,6 +38,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._command import command_line
+
 Row = dict[str, Any]
 
 
@@ -54,12 +56,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.codec",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = command_line("codec", __doc__)
     parser.add_argument("--data", help="folder of the real run; default: STITCH_REAL_DATA")
     parser.add_argument("--no-real", action="store_true", help="leave the real run out")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of a synthetic model")

@@ -35,6 +35,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._command import command_line, table_of
+
 Row = dict[str, Any]
 
 
@@ -52,12 +54,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = command_line("engine", __doc__)
     parser.add_argument("--vllm-python", default=os.environ.get("STITCH_VLLM_PYTHON"))
     parser.add_argument("--data", help="folder of the real run; default: STITCH_REAL_DATA")
     parser.add_argument("--no-real", action="store_true", help="leave the real run out")
@@ -151,11 +148,7 @@ def figures(rows: list[Row]) -> tuple[dict[str, float], dict[str, str]]:
 
 def _print_tables(result: dict[str, Any]) -> None:
     columns = ("data", "density", "stage_ms", "pause_ms", "nan_staged_ms", "reload_ms")
-    print("| " + " | ".join((*columns, "copied_share")) + " |")
-    print("|" + " --- |" * (len(columns) + 1))
-    for row in result["rows"]:
-        print("| " + " | ".join(str(row[name]) for name in (*columns, "copied_share")) + " |")
-    print()
+    print(*table_of(result["rows"], (*columns, "copied_share")), sep="\n")
     for name, value in result["ratios"].items():
         print(f"{name}: {value} {result['wanted'].get(name, '')}")
     for name, value in (result["load"] or {}).items():

@@ -39,6 +39,7 @@ from typing import Any
 
 from benchmarks import _link_store
 from benchmarks._codec_data import real_folder
+from benchmarks._command import command_line, table_of
 from benchmarks._link_net import HOME_ADDRESS, Child, Network, check_machine, network
 
 NUM_PATCHES = 5
@@ -212,12 +213,7 @@ def _result(
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.link",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = command_line("link", __doc__)
     parser.add_argument("--data", help="folder of the real run")
     parser.add_argument("--elements", type=int, help="simulate on so many synthetic elements")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
@@ -229,12 +225,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    columns = list(result["rows"][0])
-    print("| " + " | ".join(columns) + " |")
-    print("|" + " --- |" * len(columns))
-    for row in result["rows"]:
-        print("| " + " | ".join(str(row[column]) for column in columns) + " |")
-    print()
+    print(*table_of(result["rows"]), sep="\n")
     print(json.dumps({key: result[key] for key in result if key != "rows"}))
 
 

@@ -23,6 +23,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks._command import command_line
+
 STACKS = ("aiohttp", "starlette")
 START_DEADLINE_S = 30.0
 
@@ -55,12 +57,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.proxy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = command_line("proxy", __doc__)
     parser.add_argument("--connections", default="1,16,128", help="comma-separated")
     parser.add_argument("--seconds", type=float, default=4.0, help="per target and row")
     parser.add_argument("--stack", action="append", default=[], choices=STACKS)

@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._command import command_line
 from benchmarks._memory import peak_bytes, start_watching
 
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 2816, 32_768
@@ -57,12 +58,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.publish",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print compact JSON")
+    parser = command_line("publish", __doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the view in GB")
     parser.add_argument("--rounds", type=int, default=15, help="timed pairs per source dtype")
     parser.add_argument("--torch-threads", type=int, default=1, help="for publish and copy alike")
