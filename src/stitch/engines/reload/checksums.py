@@ -58,12 +58,7 @@ class Knowledge:
         return {parameter: digest_of(recipe, reader) for parameter, recipe in self.recipes.items()}
 
     def faults(
-        self,
-        found: Checksums,
-        *,
-        expected: Checksums,
-        before: Checksums | None = None,
-        changed: Set[str] = frozenset(),
+        self, found: Checksums, *, expected: Checksums, before: Checksums, changed: Set[str]
     ) -> Iterator[str]:
         """What is wrong with the checksums reported after a load; nothing if all is as it should.
 
@@ -77,8 +72,7 @@ class Knowledge:
         for parameter, wanted in expected.items():
             if not wanted.startswith(found[parameter]):
                 yield f"{_text(parameter)} has checksum {found[parameter]}, expected {wanted}"
-        for parameter, sources in self.followed.items() if before is not None else ():
-            assert before is not None
+        for parameter, sources in self.followed.items():
             moved, should = found[parameter] != before[parameter], not changed.isdisjoint(sources)
             if moved != should:
                 yield f"{_text(parameter)} {'changed' if moved else 'did not change'}"
