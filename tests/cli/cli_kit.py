@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from stitch.cli.main import main
+from stitch.publish import Publisher
 from stitch.tensors import HostWeights, open_checkpoint, read_all, write_checkpoint
 from stitch.testing.synthetic import adam_step
 from stitch.testing.tiny import tiny_checkpoint
+
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,22 @@ def make_chain(folder: Path, *, num_steps: int = 3, dtype: str = "BF16") -> list
         write_checkpoint(path, weights, assets_from=paths[0])
         paths.append(path)
     return paths
+
+
+def publish(board: Path, chain: list[Path], first: int, last: int) -> None:
+    """Publish steps of the chain into run `math`, which is started if need be."""
+    with Publisher.open(board, "math", chain[0], threads=1) as publisher:
+        for step in range(first, last + 1):
+            with open_checkpoint(chain[step]) as checkpoint:
+                publisher.publish(checkpoint, step=step).wait()
+
+
+def wait_for(path: Path) -> None:
+    """Until a file is there."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} did not appear"
+        time.sleep(0.02)
 
 
 def words_of(path: Path) -> dict[str, bytes]:

@@ -6,29 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from cli_kit import Program, Published, make_chain, words_of
+from cli_kit import DEADLINE_S, Program, Published, make_chain, publish, wait_for, words_of
 
 from stitch.board import open_board
-from stitch.publish import Publisher
-from stitch.tensors import open_checkpoint
-
-DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def long_chain(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return make_chain(tmp_path_factory.mktemp("chain"), num_steps=9)
-
-
-def publish(board: Path, chain: list[Path], first: int, last: int) -> None:
-    with Publisher.open(board, "math", chain[0], threads=1) as publisher:
-        for step in range(first, last + 1):
-            with open_checkpoint(chain[step]) as checkpoint:
-                publisher.publish(checkpoint, step=step).wait()
 
 
 @pytest.fixture
@@ -126,10 +114,3 @@ def test_following_goes_on_with_new_versions_until_it_is_stopped(
         process.wait()
     assert process.returncode == 0
     assert '"written": [{"from": 0, "to": 4' in out
-
-
-def wait_for(path: Path) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < deadline_s, f"{path} did not appear"
-        time.sleep(0.02)

@@ -7,28 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from cli_kit import Program, Published, make_chain, words_of
-
-from stitch.publish import Publisher
-from stitch.tensors import open_checkpoint
-
-DEADLINE_S = 60.0
+from cli_kit import DEADLINE_S, Program, Published, make_chain, publish, wait_for, words_of
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return make_chain(tmp_path_factory.mktemp("chain"), num_steps=6)
-
-
-def publish(board: Path, chain: list[Path], first: int, last: int) -> None:
-    with Publisher.open(board, "math", chain[0], threads=1) as publisher:
-        for step in range(first, last + 1):
-            with open_checkpoint(chain[step]) as checkpoint:
-                publisher.publish(checkpoint, step=step).wait()
 
 
 @pytest.fixture
@@ -98,10 +85,3 @@ def test_following_goes_on_with_new_versions_until_it_is_stopped(
     assert process.returncode == 0, log
     assert json.loads(out)["newest"]["math"] >= 6
     assert "event=copied run=math version=6" in log
-
-
-def wait_for(path: Path) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < deadline_s, f"{path} did not appear"
-        time.sleep(0.02)
