@@ -6,17 +6,14 @@ listing, which grows with the number of versions.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from stitch.board import keys
+from stitch.board.hints import read_hint
 from stitch.board.store import ObjectStore
-from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
 from stitch.records import FORMAT
 from stitch.strict_json import Fields, canonical_json
 from stitch.types import MAX_VERSION
-
-log = logging.getLogger("stitch.board")
 
 MAX_LIST_BYTES = 16 * 2**20
 
@@ -40,15 +37,8 @@ class AnchorList:
 def read_anchor_list(store: ObjectStore, run: str) -> list[int] | None:
     """Versions that the hint names, ascending; None if it is missing or cannot be used."""
     key = keys.anchor_list(run)
-    try:
-        data = store.get(key, max_bytes=MAX_LIST_BYTES)
-        if data is None:
-            return None
-        found = AnchorList.parse(data, key)
-    except (StoreError, CorruptRecordError, UnsupportedFormatError) as error:
-        log.info("event=anchor_list_ignored error=%s", error)
-        return None
-    return list(found.versions) if found.run == run else None
+    found = read_hint(store, key, AnchorList.parse, run=run, max_bytes=MAX_LIST_BYTES)
+    return None if found is None else list(found.versions)
 
 
 def write_anchor_list(store: ObjectStore, run: str, versions: list[int]) -> None:

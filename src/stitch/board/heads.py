@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 from stitch.board import keys
+from stitch.board.hints import read_hint
 from stitch.board.store import ObjectStore
-from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
+from stitch.errors import StoreError
 from stitch.failpoints import reach
 from stitch.records import Head
 
@@ -35,16 +36,9 @@ class Heads:
 
     def version(self) -> int | None:
         """What the head says, or None if it is missing, damaged or cannot be read."""
-        key = keys.head(self._run)
-        try:
-            data = self._store.get(key, max_bytes=MAX_HEAD_BYTES)
-            if data is None:
-                return None
-            head = Head.parse(data, key)
-        except (StoreError, CorruptRecordError, UnsupportedFormatError) as error:
-            log.info("event=head_ignored error=%s", error)
-            return None
-        return head.version if head.run == self._run else None
+        key, run = keys.head(self._run), self._run
+        head = read_hint(self._store, key, Head.parse, run=run, max_bytes=MAX_HEAD_BYTES)
+        return None if head is None else head.version
 
     def write(self, version: int) -> None:
         """Write the hint, once, if the store takes it.

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from stitch.board import keys
+from stitch.board.hints import read_hint
 from stitch.board.store import ObjectStore
-from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
 from stitch.records import FORMAT
 from stitch.strict_json import Fields, canonical_json
 from stitch.types import BLOB_NAME
-
-log = logging.getLogger("stitch.board")
 
 MAX_RETENTION_BYTES = 16 * 2**20
 MAX_MARK_BYTES = 64 * 2**20
@@ -117,12 +115,6 @@ def ranges(versions: set[int]) -> tuple[tuple[int, int], ...]:
 def read_retention(store: ObjectStore, run: str) -> Retention | None:
     """What retention says; None if it never ran, or its record cannot be used. A hint."""
     key = keys.retention(run)
-    try:
-        data = store.get(key, max_bytes=MAX_RETENTION_BYTES)
-        if data is None:
-            return None
-        found = Retention.parse(data, key)
-    except (StoreError, CorruptRecordError, UnsupportedFormatError) as error:
-        log.warning("event=retention_ignored error=%s", error)
-        return None
-    return found if found.run == run else None
+    return read_hint(
+        store, key, Retention.parse, run=run, max_bytes=MAX_RETENTION_BYTES, level=logging.WARNING
+    )
