@@ -105,6 +105,13 @@ def test_stacked_experts_are_explained() -> None:
     assert explained(weights, narrow, sha(*down))
 
 
+def test_packed_and_empty_tensors_are_not_explained() -> None:
+    packed, empty = TensorSpec.of("a", "F4", (4, 6)), TensorSpec.of("b", "BF16", (0, 2))
+    weights = HostWeights.allocate(Schema.of([packed, empty]))
+    for name in ("a", "b"):
+        assert not explained(weights, Parameter(name=name, rank=0, ranks=1), "f" * 64)
+
+
 def test_what_nothing_explains_is_followed_or_dark() -> None:
     weights = weights_of(a__weight=(4,), b__weight=(4,))
     known = Parameter(name="a.weight", rank=0, ranks=1)

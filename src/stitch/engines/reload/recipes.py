@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,9 +90,9 @@ class Guesses:
         return ()
 
     def recipes(self, parameter: Parameter) -> Iterator[Recipe]:
-        """The likeliest first."""
+        """The likeliest first. None for tensors that are empty, or several elements to a word."""
         sources = [self._schema[name] for name in self.sources(parameter)]
-        if not sources or any(spec.word_bytes * spec.num_words == 0 for spec in sources):
+        if not sources or any(not 0 < math.prod(s.shape) == s.num_words for s in sources):
             return
         ranks = parameter.ranks
         for axis in (0, 1) if ranks > 1 else (0,):
