@@ -173,6 +173,13 @@ async def test_an_engine_that_cannot_be_switched_in_a_commit_ends(
         await group.engine.commit("a")
 
 
+async def test_an_engine_that_does_not_take_a_label_is_not_bound(group: Group) -> None:
+    group.workers.breaks.add("label")
+    with pytest.raises(RuntimeError, match="label broke"):
+        await group.engine.bind(NEXT, digest_of(group.live))
+    assert (await group.engine.describe()).ref == BASE
+
+
 async def test_a_roll_back_is_a_transaction_of_its_own(group: Group) -> None:
     await group.stage()
     await group.engine.commit("a")

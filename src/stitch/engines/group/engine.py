@@ -128,8 +128,8 @@ class GroupEngine:
             found = (await self._sure(self._measure(self._schema))).version_digest()
             rules.check_bind(found, ref, digest)
             await self._drop()
-            self._ref = ref
             await self._workers.label(ref)
+            self._ref = ref
 
     async def stage(
         self, stage_id: str, base: VersionRef, target: VersionRef, update: UpdateSet
