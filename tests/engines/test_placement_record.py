@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -112,6 +113,40 @@ def test_copies_in_threads_that_a_loader_starts_are_caught() -> None:
     assert same_bits(before, live_bits(model))
     assert recording.blocks == recorded(model, weights).blocks
     assert threading.Thread.start.__module__ == "threading"
+
+
+def test_models_may_be_recorded_side_by_side_and_leave_in_any_order() -> None:
+    """Whoever comes first leaves first: what it found must not come back with the other's end."""
+    weights = checkpoint(Layout())
+    alone = recorded(built(Layout(), 0, pairs(weights)), weights)
+    untouched = ThreadPoolExecutor.submit, threading.Thread.start
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def load_first(model: ShardedModel, given: Pairs) -> None:
+        first_is_in.set()
+        assert second_is_in.wait(30)
+        model.load_weights(given)
+
+    def load_second(model: ShardedModel, given: Pairs) -> None:
+        second_is_in.set()
+        assert first_is_out.wait(30)
+        with ThreadPoolExecutor(1) as pool:
+            here = pool.submit(threading.get_ident).result()
+        assert here == threading.get_ident()  # still taken along
+        model.load_weights(given)
+
+    def work(load: Callable[[ShardedModel, Pairs], None]) -> Recording:
+        model = built(Layout(), 0, pairs(weights))
+        return recorded(model, weights, lambda given: load(model, given))
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(work, load_first)
+        assert first_is_in.wait(30)
+        second = pool.submit(work, load_second)
+        assert first.result(60).blocks == alone.blocks
+        first_is_out.set()
+        assert second.result(60).blocks == alone.blocks
+    assert (ThreadPoolExecutor.submit, threading.Thread.start) == untouched
 
 
 def test_memory_that_changes_all_the_same_is_noticed() -> None:

@@ -196,7 +196,7 @@ class Sandbox(TorchDispatchMode):  # type: ignore[misc]
     @contextmanager
     def running(self) -> Iterator[None]:
         """Enter the mode, without gradients, and take along threads that are started in it."""
-        with torch.no_grad(), _threads_under(self), self:
+        with torch.no_grad(), _threads.under(self), self:
             yield
 
 
@@ -235,42 +235,73 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return written
 
 
-@contextmanager
-def _threads_under(mode: Sandbox) -> Iterator[None]:
-    """Until the end, work that this thread hands to others runs under the mode.
+class _Threads:
+    """Takes along the threads that work in a sandbox starts. For all sandboxes of the process.
 
-    Executors run it at once, in this thread; a new thread enters the mode itself.
+    Two functions of the standard library are replaced while any sandbox is entered, and put back
+    after the last one, in whatever order they are left; each thread has its own sandbox, or none.
     """
-    me = threading.get_ident()
-    submit, start = concurrent.futures.ThreadPoolExecutor.submit, threading.Thread.start
 
-    def submit_here(
-        pool: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> concurrent.futures.Future[Any]:
-        if threading.get_ident() != me:
-            return submit(pool, fn, *args, **kwargs)
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._here = threading.local()
+        self._submit: Any = None
+        self._start: Any = None
+
+    @contextmanager
+    def under(self, mode: Sandbox) -> Iterator[None]:
+        """Until the end, work that this thread hands to others runs under the mode.
+
+        Executors run it at once, in this thread; a new thread enters the mode itself.
+        """
+        before = getattr(self._here, "mode", None)
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                self._replace()
+        self._here.mode = mode
         try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
+            yield
+        finally:
+            self._here.mode = before
+            with self._lock:
+                self._entered -= 1
+                if not self._entered:
+                    concurrent.futures.ThreadPoolExecutor.submit = self._submit  # type: ignore[method-assign]
+                    threading.Thread.start = self._start  # type: ignore[method-assign]
 
-    def start_under(thread: threading.Thread) -> None:
-        if threading.get_ident() == me:
-            run = thread.run
+    def _replace(self) -> None:
+        here, under = self._here, self.under
+        submit = self._submit = concurrent.futures.ThreadPoolExecutor.submit
+        start = self._start = threading.Thread.start
 
-            def run_under() -> None:
-                with torch.no_grad(), mode:
-                    run()
+        def submit_here(
+            pool: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+        ) -> concurrent.futures.Future[Any]:
+            if getattr(here, "mode", None) is None:
+                return submit(pool, fn, *args, **kwargs)
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+            return future
 
-            thread.run = run_under  # type: ignore[method-assign]
-        start(thread)
+        def start_under(thread: threading.Thread) -> None:
+            mode = getattr(here, "mode", None)
+            if mode is not None:
+                run = thread.run
 
-    concurrent.futures.ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign]
-    threading.Thread.start = start_under  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
-        threading.Thread.start = start  # type: ignore[method-assign]
+                def run_under() -> None:
+                    with torch.no_grad(), under(mode), mode:
+                        run()
+
+                thread.run = run_under  # type: ignore[method-assign]
+            start(thread)
+
+        concurrent.futures.ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign]
+        threading.Thread.start = start_under  # type: ignore[method-assign,assignment]
+
+
+_threads = _Threads()
