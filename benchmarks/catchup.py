@@ -33,7 +33,7 @@ from benchmarks._catchup_steps import training
 from benchmarks._codec_data import Synthetic, copy_of, real_folder, real_steps
 from benchmarks._command import command_line, table_of
 from stitch.board import Board, ObjectInfo, Run, open_board
-from stitch.board.store import ObjectStore, PutMode
+from stitch.board.store import ObjectStore, StoreOver
 from stitch.codec import PatchEncoder, diff_update
 from stitch.mirror import Mirror
 from stitch.publish import Publisher
@@ -49,16 +49,12 @@ AT_ONCE = 8
 WANTED = {"over_direct_64": "<= 1.25", "over_chain_64": "<= 0.5"}
 
 
-class CountingStore:
+class CountingStore(StoreOver):
     """Counts what is read from a store."""
 
     def __init__(self, inner: ObjectStore) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.num_bytes = self.num_objects = self.num_requests = 0
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
 
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         return self._counted(self._inner.get(key, max_bytes=max_bytes))
@@ -77,9 +73,6 @@ class CountingStore:
         self.num_requests += 1
         return self._inner.head(key)
 
-    def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
-        return self._inner.put(key, source, mode=mode)
-
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         self.num_requests += 1
         return self._inner.list_objects(prefix)
@@ -87,9 +80,6 @@ class CountingStore:
     def list_folders(self, prefix: str) -> list[str]:
         self.num_requests += 1
         return self._inner.list_folders(prefix)
-
-    def delete(self, key: str) -> None:
-        self._inner.delete(key)
 
 
 @dataclass(frozen=True, kw_only=True)

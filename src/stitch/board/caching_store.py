@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
-from pathlib import Path
 from typing import BinaryIO
 
 from blake3 import blake3
@@ -14,7 +13,7 @@ from blake3 import blake3
 from stitch.board import blobs
 from stitch.board.cache import BlobCache, Filling, pieces_of
 from stitch.board.creation import Patience
-from stitch.board.store import ObjectInfo, ObjectStore, PutMode
+from stitch.board.store import ObjectStore, StoreOver
 from stitch.failpoints import reach
 from stitch.records import BlobRef
 
@@ -26,7 +25,7 @@ STALL_S = 15.0
 """How long such a process may stand still before the blob is fetched past it."""
 
 
-class CachingStore:
+class CachingStore(StoreOver):
     """An ObjectStore that does as `inner` does, but for `open_blob`.
 
     Nothing depends on the cache: where it cannot be used, blobs are read from the store.
@@ -40,37 +39,10 @@ class CachingStore:
         stall_s: float = STALL_S,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._cache = cache
         self._stall_s = stall_s
         self._sleep = sleep
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    def get(self, key: str, *, max_bytes: int) -> bytes | None:
-        return self._inner.get(key, max_bytes=max_bytes)
-
-    def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
-        return self._inner.get_range(key, start, num_bytes)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._inner.head(key)
-
-    def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
-        return self._inner.put(key, source, mode=mode)
-
-    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._inner.list_objects(prefix)
-
-    def list_folders(self, prefix: str) -> list[str]:
-        return self._inner.list_folders(prefix)
-
-    def delete(self, key: str) -> None:
-        self._inner.delete(key)
-
-    # --- blobs ---------------------------------------------------------------------------------
 
     def open_blob(
         self, key: str, ref: BlobRef, patience: Patience, start: int = 0

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stitch.board import keys
 from stitch.board.signing import Signer, TrustedKeys
-from stitch.board.store import ObjectInfo, ObjectStore, PutMode
+from stitch.board.store import ObjectStore, PutMode, StoreOver
 from stitch.errors import CorruptRecordError, UntrustedRecordError
 from stitch.strict_json import canonical_json, load_json
 
@@ -53,11 +53,11 @@ def as_signing(
     return Signing(signing_key, trusted_keys)
 
 
-class SignedStore:
+class SignedStore(StoreOver):
     """An ObjectStore over `inner` that signs and checks records. They are handed out unsigned."""
 
     def __init__(self, inner: ObjectStore, signing: Signing) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._signer = signing.signer
         self._trusted = signing.trusted
         self._lock = threading.Lock()
@@ -68,10 +68,6 @@ class SignedStore:
         """Ids of the keys whose signatures were met and believed; None if none are checked."""
         with self._lock:
             return None if self._trusted is None else sorted(self._signers)
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
 
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         """UntrustedRecordError for a record that no trusted key signed for this key."""
@@ -88,21 +84,6 @@ class SignedStore:
         ):
             source = sign_record(key, source, self._signer)
         return self._inner.put(key, source, mode=mode)
-
-    def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
-        return self._inner.get_range(key, start, num_bytes)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._inner.head(key)
-
-    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._inner.list_objects(prefix)
-
-    def list_folders(self, prefix: str) -> list[str]:
-        return self._inner.list_folders(prefix)
-
-    def delete(self, key: str) -> None:
-        self._inner.delete(key)
 
     def signed_by(self, key: str, *, max_bytes: int) -> str | None:
         """The id of the key that the record at `key` names as its signer; None: it is unsigned.

@@ -93,6 +93,38 @@ class ObjectStore(Protocol):
         ...
 
 
+class StoreOver:
+    """An ObjectStore that does as `inner` does, to be changed in part."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def get(self, key: str, *, max_bytes: int) -> bytes | None:
+        return self._inner.get(key, max_bytes=max_bytes)
+
+    def get_range(self, key: str, start: int, num_bytes: int) -> bytes | None:
+        return self._inner.get_range(key, start, num_bytes)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._inner.head(key)
+
+    def put(self, key: str, source: bytes | Path, *, mode: PutMode) -> bool:
+        return self._inner.put(key, source, mode=mode)
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._inner.list_objects(prefix)
+
+    def list_folders(self, prefix: str) -> list[str]:
+        return self._inner.list_folders(prefix)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+
 _used = False
 _lost_by_fork = False
 
