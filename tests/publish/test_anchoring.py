@@ -295,6 +295,28 @@ def test_merging_that_is_closed_before_it_begins_ends(
         assert not merging._thread.is_alive()
 
 
+def test_closing_waits_for_merging_no_longer_than_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def compact(*_: object) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+
+    monkeypatch.setattr(Compactor, "compact", compact)
+    world = World(tmp_path, merge=True)
+    try:
+        assert entered.wait(DEADLINE_S)
+        with pytest.raises(TimeoutError, match="merging of patches of run 'r'"):
+            world.publisher.close(0.05)
+    finally:
+        go_on.set()
+        world.publisher.close(DEADLINE_S)
+    with Publisher.resume(world.board, "r", world.base, threads=1) as publisher:
+        assert publisher.ref.version == 0  # the end was noted after all: nothing to fence off
+
+
 def test_merging_that_fails_fails_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,11 +41,15 @@ class BackgroundMerging:
         """There may be a new version."""
         self._wake.set()
 
-    def close(self) -> None:
-        """Stop soon, in the middle of a span if need be."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop soon, in the middle of a span if need be; TimeoutError after `timeout_s`."""
         self._stopping.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"after {timeout_s:.3g} s the merging of patches of run {self._run.name!r} goes on"
+            )
 
     def _work(self) -> None:
         try:

@@ -244,7 +244,7 @@ class Publisher:
         self._queue.stop()
         self._worker.join()
         if self._merging is not None:
-            self._merging.close()
+            self._merging.close(_left(timeout_s, started_s))
         atexit.unregister(self._at_exit)
         if not (self._ended or self._pipeline.in_doubt):
             self._ended = True
