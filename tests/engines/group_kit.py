@@ -147,7 +147,7 @@ class FakeWorkers:
         self.lose: set[str] = set()
         """Methods whose answers get lost, after the work was done."""
         self.breaks: set[str] = set()
-        """Switches (pause, resume, label, drop_prefix_cache) that raise."""
+        """Switches (pause, resume, label) that raise."""
         self.paused = False
         self.exited: str | None = None
         self.refs: list[VersionRef] = []
@@ -177,10 +177,6 @@ class FakeWorkers:
     async def resume(self) -> None:
         self._switch("resume")
         self.paused = False
-
-    async def drop_prefix_cache(self) -> None:
-        assert self.paused
-        self._switch("drop_prefix_cache")
 
     async def label(self, ref: VersionRef) -> None:
         self._switch("label")

@@ -80,11 +80,11 @@ async def group(tmp_path: Path) -> Group:
     return group
 
 
-async def test_a_commit_writes_in_a_pause_labels_and_drops_the_prefix_cache(group: Group) -> None:
+async def test_a_commit_writes_in_a_pause_and_labels(group: Group) -> None:
     await group.stage()
     group.workers.log.clear()
     await group.engine.commit("a")
-    assert group.workers.log == ["pause", "commit", "label", "drop_prefix_cache", "resume"]
+    assert group.workers.log == ["pause", "commit", "label", "resume"]
     assert not group.workers.written_unpaused
     assert group.workers.refs == [BASE, NEXT]
 
@@ -163,7 +163,7 @@ async def test_an_engine_that_does_not_pause_goes_on_as_it_was(group: Group) -> 
     assert await group.serves(synthetic_weights(SCHEMA))
 
 
-@pytest.mark.parametrize("switch", ["resume", "label", "drop_prefix_cache"])
+@pytest.mark.parametrize("switch", ["resume", "label"])
 async def test_an_engine_that_cannot_be_switched_in_a_commit_ends(
     group: Group, switch: str
 ) -> None:
@@ -185,7 +185,7 @@ async def test_a_roll_back_is_a_transaction_of_its_own(group: Group) -> None:
     await group.engine.commit("a")
     group.workers.log.clear()
     await group.engine.roll_back(BASE)
-    assert group.workers.log[:5] == ["pause", "undo", "label", "drop_prefix_cache", "resume"]
+    assert group.workers.log[:4] == ["pause", "undo", "label", "resume"]
     assert await group.serves(synthetic_weights(SCHEMA))
 
 

@@ -51,7 +51,6 @@ async def transact(
         await _undo(workers, undo, stage_id, wrong)
     else:
         await workers.label(label)
-        await workers.drop_prefix_cache()
     written = time.perf_counter()
     await workers.resume()
     pause_ms = _ms_since(start)

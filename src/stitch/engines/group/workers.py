@@ -27,15 +27,12 @@ class Workers(Protocol):
         ...
 
     async def pause(self) -> None:
-        """No step runs when it returns, and none until `resume`; requests in flight are kept."""
+        """No step runs when it returns, and none until `resume`; requests in flight are kept, and
+        no key or value computed so far, nor what a cache holds, serves any later step."""
         ...
 
     async def resume(self) -> None:
         """Go on with the requests in flight and those that came meanwhile."""
-        ...
-
-    async def drop_prefix_cache(self) -> None:
-        """While paused: no key or value computed so far serves any later step."""
         ...
 
     async def label(self, ref: VersionRef) -> None:

@@ -93,9 +93,6 @@ class SglangWorkers:
             self._messages.ContinueGenerationReqInput(torch_empty_cache=False)
         )
 
-    async def drop_prefix_cache(self) -> None:
-        """Nothing left to do: the pause emptied all caches, and no step has run since."""
-
     async def label(self, ref: VersionRef) -> None:
         """SGLang keeps the version twice: for tokens in the schedulers, for answers here."""
         version = str(ref.version)

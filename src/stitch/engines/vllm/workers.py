@@ -71,9 +71,6 @@ class VllmWorkers:
     async def resume(self) -> None:
         await self._client.resume_generation()
 
-    async def drop_prefix_cache(self) -> None:
-        """Nothing left to do: the pause emptied all caches, and no step has run since."""
-
     async def label(self, ref: VersionRef) -> None:
         if hasattr(self._client, "update_weight_version"):
             await self._client.update_weight_version(str(ref.version))
