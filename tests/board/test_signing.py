@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from stitch.board import Board, Run, keys, open_board
+from stitch.board.copying import BoardCopier
 from stitch.board.directory import open_directory
 from stitch.board.signed_store import Signing, sign_record
 from stitch.board.signing import Signer, TrustedKeys, generate
@@ -107,6 +108,19 @@ def test_readers_without_trusted_keys_read_signed_boards(store: ObjectStore, pai
     assert board.open_run("math").newest() == 2
     assert board.signers is None
     assert board.signed_by(keys.manifest("math", 1)) == pairs.signers["a"].key_id
+
+
+def test_copies_keep_their_signatures(store: ObjectStore, pairs: Keys, tmp_path: Path) -> None:
+    signed_run(store, pairs).board.begin_epoch("math", "w")
+    there = open_directory(tmp_path / "copy", create=True)
+    source, target = (Board(each, patience=NO_WAITS) for each in (store, there))
+    BoardCopier(source, target, scratch=tmp_path).copy()
+    board = reader(there, pairs, "a")
+    assert board.open_run("math").newest() == 2
+    assert board.current_epoch() == source.current_epoch()
+    for signed in ((reader(store, pairs, "a"), target), (source, board)):
+        with pytest.raises(UsageError, match="open both boards without keys"):
+            BoardCopier(*signed)
 
 
 def test_every_kind_of_trusted_record_is_signed(store: ObjectStore, pairs: Keys) -> None:

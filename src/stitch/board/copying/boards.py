@@ -43,6 +43,11 @@ class BoardCopier:
     ) -> None:
         if source.url == target.url:
             raise UsageError(f"{source.url} cannot be copied to itself")
+        if source.signed is not None or target.signed is not None:
+            raise UsageError(
+                "records are copied with the signatures that they have, which boards that were "
+                "opened with keys take off: open both boards without keys"
+            )
         self._source = source
         self._target = target
         self._only = run
