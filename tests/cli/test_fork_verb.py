@@ -68,6 +68,8 @@ def test_a_fork_may_store_its_weights_and_become_current(stitch: Program, board:
     shown = stitch.ok("show", "0", "--board", board.board)
     assert shown["parent"] == {"run": "math", "version": 2}
     assert shown["digest_after"] == made["digest"]
+    with Publisher.resume(board.board, "b", threads=1) as publisher:
+        assert publisher.ref == VersionRef("b", 0)  # there is nobody to fence off
 
 
 @pytest.mark.parametrize("version", ["math", "math@9", "no@1", "math@x"])

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     from stitch.publish.anchor import write_anchor
+    from stitch.publish.fence import end_epoch
     from stitch.publish.lineage import fork_run, new_writer
     from stitch.types import VersionRef
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         with context.console.progress("storing") as progress:
             write_anchor(created, mirror.weights, 0, scratch=scratch, progress=progress)
     if args.current:
-        board.begin_epoch(created.name, new_writer())
+        end_epoch(created, board.begin_epoch(created.name, new_writer()))  # nothing follows in it
     record = {
         "run": created.name,
         "parent": {"run": parent.run, "version": parent.version},
