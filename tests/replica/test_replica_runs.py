@@ -76,6 +76,27 @@ async def test_it_goes_over_to_a_fork_in_one_commit(
     assert run.heartbeats() == []
 
 
+async def test_after_a_change_of_runs_it_says_at_once_that_it_serves(
+    published: PublishedRun,
+) -> None:
+    async with replica_of(published) as replica:
+        await replica.serves(3)
+        reconciler, status = replica.app.reconciler, replica.app.status
+        states: list[ReplicaState] = []
+        real = reconciler._pause
+
+        async def pause(seconds_s: float) -> None:
+            states.append(status.state)
+            await real(seconds_s)
+
+        reconciler._pause = pause  # type: ignore[method-assign]
+        await asyncio.to_thread(begin, published, "f", parent="r@3")
+        await until(lambda: status.ref == VersionRef("f", 0))
+        num_pauses = len(states)
+        await until(lambda: len(states) > num_pauses)
+        assert set(states) == {ReplicaState.SERVING}
+
+
 async def test_it_goes_back_to_the_old_run_when_that_is_resumed(published: PublishedRun) -> None:
     async with replica_of(published) as replica:
         await replica.serves(3)

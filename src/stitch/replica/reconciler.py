@@ -137,9 +137,10 @@ class Reconciler:
                 looked = self._current.is_due(woken)
                 if looked:
                     run = await self._worker.run(self._current.after, run)
-                if mirror.ref is not None and mirror.ref.run != run.name:
+                switches = mirror.ref is not None and mirror.ref.run != run.name
+                if switches:
                     mirror = await self._switch(run, mirror, committer)
-                if woken or not looked:
+                if woken or switches or not looked:
                     await self._look(run)
                     await self._step(run, mirror, committer)
             except FatalError:
