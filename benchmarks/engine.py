@@ -63,7 +63,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--commits", type=int, default=20, help="under load; 0: leave that out")
     parser.add_argument("--layers", type=int, default=28, help="fewer for a quick look")
     parser.add_argument("--work", help="directory for the model and logs; default: temporary")
-    return parser.parse_args()
+    args = parser.parse_args()
+    from benchmarks._engine_load import TURNS
+
+    if args.commits < 0 or args.commits % TURNS:
+        parser.error(f"--commits: a multiple of {TURNS}, the turns of the load")
+    return args
 
 
 async def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
