@@ -26,7 +26,7 @@ from reload_kit import (
 from stitch.engines.reload.engine import ReloadEngine
 from stitch.engines.reload.generations import Generations
 from stitch.engines.reload.sglang import StockSglang
-from stitch.engines.reload.stock import StockLostError
+from stitch.engines.reload.stock import StockLostError, StockRefusedError
 from stitch.engines.reload.vllm import StockVllm
 from stitch.errors import EngineError, EngineUnreachableError, FatalReplicaError, UsageError
 from stitch.tensors import HostWeights
@@ -250,6 +250,60 @@ async def test_two_ranks_of_vllm_after_a_failed_call_are_not_trusted(tmp_path: P
         with pytest.raises(FatalReplicaError, match="ranks hold is not known"):
             await it.engine.commit("a")
         assert it.toy.paused
+
+
+async def failing(*_: object) -> Any:
+    raise StockRefusedError("planned")
+
+
+@pytest.mark.parametrize(
+    ("method", "verb"),
+    [
+        ("set_label", "bind"),
+        ("label", "bind"),
+        ("checksums", "verify"),
+        ("answers", "commit"),
+    ],
+)
+async def test_an_engine_that_does_not_do_what_must_not_fail_is_in_doubt(
+    it: Toy, flavour: str, method: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await it.bound()
+    await it.staged()
+    verbs: dict[str, Callable[[], Any]] = {
+        "bind": it.bound,
+        "verify": it.engine.verify,
+        "commit": lambda: it.engine.commit("a"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(it.engine._reloader.stock, method, failing)
+        with pytest.raises(FatalReplicaError, match=r"in doubt.*planned"):
+            await verbs[verb]()
+    assert it.toy.paused
+    assert (await it.engine.describe()).state == "failed"
+    with pytest.raises(FatalReplicaError, match="earlier fault"):
+        await attached(flavour, it)
+
+
+async def test_an_engine_whose_reloads_cannot_be_proven_is_in_doubt(
+    it: Toy, flavour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await it.bound()
+    stock = FLAVOURS[flavour][1]
+    with monkeypatch.context() as patch:
+        patch.setattr(stock, "checksums", failing)
+        with pytest.raises(FatalReplicaError, match=r"could not be proven.*planned"):
+            await attached(flavour, it)
+    with pytest.raises(FatalReplicaError, match="earlier fault"):
+        await attached(flavour, it)
+
+
+async def test_an_engine_that_says_that_it_failed_has_failed(
+    it: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await it.bound()
+    monkeypatch.setattr(it.engine._reloader.stock, "label", failing)
+    assert (await it.engine.describe()).state == "failed"
 
 
 async def test_a_pause_that_fails_changes_nothing(it: Toy) -> None:
