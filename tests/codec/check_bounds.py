@@ -12,6 +12,7 @@ import sys
 
 import numba
 import numpy as np
+import test_codec_pairs as paired
 import test_codec_ranks_hostile as forged_ranks
 from patch_damage import (
     check_decoding,
@@ -34,6 +35,7 @@ def main(count: int, seed: int) -> None:
     forged_ranks.test_states_and_bits_of_every_length("BF16")
     forged_ranks.test_each_field_of_the_table_at_each_extreme_before_any_states("BF16")
     choose = random.Random(seed).randrange
+    paired.check_altered_bodies(choose, count)
     for number in range(count):
         encoding = list(whole.parts)[number % len(whole.parts)]
         header, payloads = split(whole.parts[encoding])

@@ -139,6 +139,7 @@ def test_tensors_with_and_without_scales_share_a_bucket() -> None:
 
 
 def test_each_bucket_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stitch.codec.encode.MOST_SHARING", 0)
     calls: list[str] = []
 
     class Counting:

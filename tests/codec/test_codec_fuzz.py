@@ -280,8 +280,11 @@ def test_a_header_of_millions_of_objects_is_refused_before_they_are_made(filler:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start < 30_000
 
 
-def test_a_header_of_as_many_slices_as_a_schema_allows_is_within_its_bound() -> None:
+def test_a_header_of_as_many_slices_as_a_schema_allows_is_within_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each eight words of each tensor are a bucket of their own, and the schema is embedded."""
+    monkeypatch.setattr("stitch.codec.encode.MOST_SHARING", 0)
     encoder = PatchEncoder(
         SUBJECT.old,
         changed(SUBJECT.old, 1.0, 5),

@@ -59,6 +59,7 @@ def weights_of(dtype: str, step: int) -> HostWeights:
 
 
 def parts_of(case: str) -> list[bytes]:
+    """Of several buckets, which do not share their payloads, and parts."""
     encoding, dtype = case.split("-")
     encoder = PatchEncoder(
         weights_of(dtype, 0),
@@ -69,7 +70,9 @@ def parts_of(case: str) -> list[bytes]:
         max_part_bytes=100,
         max_bucket_elements=512,
     )
-    return list(encoder.parts())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stitch.codec.encode.MOST_SHARING", 0)
+        return list(encoder.parts())
 
 
 def compressors() -> dict[str, str]:

@@ -339,7 +339,7 @@ def raw(numbers: list[int], code: str) -> bytes:
         (raw([0, 2**32 - 1], "<u4") + raw([1, 1], "<i2"), 2, "outside the bucket"),
         (raw([2**32 - 1] * 500, "<u4") + raw([1] * 500, "<i2"), 500, "outside the bucket"),
         (raw([5], "<u4") + raw([0], "<i2"), 1, "a step is zero"),
-        (raw([5], "<u4") + raw([1], "<i2") + b"\0", 1, "1 bytes after the steps"),
+        (raw([5], "<u4") + raw([1], "<i2") + b"\0", 1, "1 bytes after the changes"),
         (raw([5], "<u4") + raw([1], "<i2")[:-1], 1, "steps: stream of 2 bytes"),
         (raw([5], "<u4") + raw([1], "<i4"), 1, "steps: 4 raw bytes"),
         (raw([5], "<u4"), 1, "steps: 0 bytes left"),

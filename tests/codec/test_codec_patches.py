@@ -293,6 +293,7 @@ def test_buckets_with_very_many_changes_are_cut(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stitch.codec.encode.MOST_LISTED", 100)
+    monkeypatch.setattr("stitch.codec.encode.MOST_SHARING", 100)
     old = random_weights(mixed_schema(), 1)
     new = changed(old, 0.15, 2)
     data, stats = encode_patch(old, new, encoding=encoding, threads=2)

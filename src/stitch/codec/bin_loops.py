@@ -107,10 +107,11 @@ def _push(x, token, widths, starts, inverses, words, at):  # type: ignore[no-unt
 
 
 @cache
-def push() -> Callable[..., Any]:
+def push(token_bytes: int = 1) -> Callable[..., Any]:
     """(tokens, widths, starts, inverses, words, states) -> first: code tokens (k,) backwards.
 
-    words (k + 1,) hold the result from index `first` on, states (STATES,) the last states.
+    Tokens have `token_bytes`; widths, starts and inverses are looked up by them. words (k + 1,)
+    hold the result from index `first` on, states (STATES,) the last states.
     """
 
     def loop(tokens, widths, starts, inverses, words, states):  # type: ignore[no-untyped-def]
@@ -134,7 +135,7 @@ def push() -> Callable[..., Any]:
     return compiled(
         loop,
         types.int64,
-        input_array(types.uint8),
+        input_array(UINT[token_bytes]),
         input_array(types.uint32),
         input_array(types.uint32),
         input_array(types.float64),
@@ -240,6 +241,18 @@ def fill_slots() -> Callable[..., Any]:
     )
 
 
+@register_jitable
+def pop(x, slots, words, at):  # type: ignore[no-untyped-def]
+    """Take a token from a state; returns the state, the token, and where the next word is."""
+    slot = slots[x & _SLOT]
+    width = np.uint64(slot >> np.uint32(20)) + _ONE
+    offset = np.uint64(slot >> np.uint32(8)) & _SLOT
+    x = width * (x >> _TOTAL_BITS) + offset
+    low = np.uint64(x < _LOWEST)
+    x = x << (low * _WORD_BITS) | np.uint64(words[at]) * low
+    return x, np.uint64(slot & np.uint32(255)), at + low
+
+
 @cache
 def read(code: str) -> Callable[..., Any]:
     """(slots, shift, fine, words, bits, bit_words, states, numbers, ends) -> OK or SHORT.
@@ -276,16 +289,6 @@ def read(code: str) -> Callable[..., Any]:
         pair = np.uint64(bits[at]) | np.uint64(bits[at + _ONE]) << _32
         u |= (pair >> (place & _31)) & ((_ONE << size) - _ONE)
         return number(u, shift), place + size
-
-    @register_jitable
-    def pop(x, slots, words, at):  # type: ignore[no-untyped-def]
-        slot = slots[x & _SLOT]
-        width = np.uint64(slot >> np.uint32(20)) + _ONE
-        offset = np.uint64(slot >> np.uint32(8)) & _SLOT
-        x = width * (x >> _TOTAL_BITS) + offset
-        low = np.uint64(x < _LOWEST)
-        x = x << (low * _WORD_BITS) | np.uint64(words[at]) * low
-        return x, np.uint64(slot & np.uint32(255)), at + low
 
     def loop(slots, shift, fine, words, bits, bit_words, states, numbers, ends):  # type: ignore[no-untyped-def]
         # The least number of each token, and how many more bits its numbers have.

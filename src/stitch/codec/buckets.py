@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -88,6 +88,21 @@ def plan_buckets(schema: Schema, max_elements: int = DEFAULT_BUCKET_ELEMENTS) ->
                 room[spec.dtype] = max_elements
     done += [Bucket(dtype, tuple(slices)) for dtype, slices in open_slices.items()]
     return sorted(done, key=lambda bucket: bucket.slices[0])
+
+
+def groups_of(buckets: Sequence[Bucket], size: int) -> list[list[Bucket]]:
+    """The same buckets in order, in runs of up to `size` of one dtype that fit one bucket."""
+    groups: list[list[Bucket]] = []
+    room = 0
+    for bucket in buckets:
+        fits = bucket.num_elements <= room and bucket.dtype == groups[-1][0].dtype
+        if fits and len(groups[-1]) < size:
+            groups[-1].append(bucket)
+        else:
+            groups.append([bucket])
+            room = MAX_BUCKET_ELEMENTS
+        room -= bucket.num_elements
+    return groups
 
 
 def cut_bucket(bucket: Bucket, max_elements: int) -> list[Bucket]:

@@ -104,6 +104,10 @@ class BucketChanges:
     def density(self) -> float:
         return self.num_changed / self.bucket.num_elements
 
+    def let_go(self) -> None:
+        """Hold listed changes only: all words will be read again if they are asked for."""
+        self._held_old = self._held_new = None
+
     def blocks(self) -> Iterator[Listed]:
         """(positions, old, new) of all changes, some at a time; use each before the next."""
         if self._listed is not None:
@@ -162,6 +166,24 @@ def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> Bucket
         new_weights=new,
         held_old=old_slices,
         held_new=new_slices,
+    )
+
+
+def merged(found: Sequence[BucketChanges]) -> BucketChanges:
+    """The listed changes of several buckets of one dtype, as those of one that has all slices."""
+    if len(found) == 1:
+        return found[0]
+    starts = [0, *itertools.accumulate(changes.bucket.num_elements for changes in found)]
+    slices = tuple(piece for changes in found for piece in changes.bucket.slices)
+    moved = [changes.positions + start for changes, start in zip(found, starts, strict=False)]
+    return BucketChanges(
+        bucket=Bucket(found[0].bucket.dtype, slices),
+        positions=np.concatenate(moved),
+        old=np.concatenate([changes.old for changes in found]),
+        new=np.concatenate([changes.new for changes in found]),
+        gains=tuple(gain for changes in found for gain in changes.gains),
+        old_weights=found[0].old_weights,
+        new_weights=found[0].new_weights,
     )
 
 

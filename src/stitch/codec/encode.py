@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 
-from stitch.codec.buckets import DEFAULT_BUCKET_ELEMENTS, Bucket, cut_bucket, plan_buckets
-from stitch.codec.changes import BucketChanges, find_changes
+from stitch.codec.buckets import (
+    DEFAULT_BUCKET_ELEMENTS,
+    Bucket,
+    cut_bucket,
+    groups_of,
+    plan_buckets,
+)
+from stitch.codec.changes import BucketChanges, find_changes, merged
 from stitch.codec.choice import Decode, check_choice, choose
 from stitch.codec.digest import DigestState
 from stitch.codec.encodings import ENCODINGS
@@ -27,6 +33,10 @@ MOST_LISTED = 1 << 18
 
 Listing and coding takes some 50 bytes for each change.
 """
+MOST_SHARING = 1 << 16
+"""Changes of several buckets that are coded as those of one, so that few changes cost little."""
+_GROUP = 4
+"""Buckets that one thread takes at a time."""
 MOST_WHOLE = 1 << 21
 """Elements of a bucket that an encoding takes at a time whose memory grows with the bucket."""
 
@@ -92,7 +102,7 @@ class PatchEncoder:
         self._encoding, self._decode = encoding, decode
         self._threads, self._progress = threads, progress
         self._max_part_bytes, self._embed_schema = max_part_bytes, embed_schema
-        self._buckets = plan_buckets(self._schema, max_bucket_elements)
+        self._groups = groups_of(plan_buckets(self._schema, max_bucket_elements), _GROUP)
         self._before = before
         self._after: DigestState | None = None
         self._stats: PatchStats | None = None
@@ -125,7 +135,7 @@ class PatchEncoder:
         encodings: Counter[str] = Counter()
         done_bytes = num_changed = num_bytes = 0
         part = _Part(number=0)
-        encoded = ordered(self._encode, self._buckets, self._threads)
+        encoded = ordered(self._encode, self._groups, self._threads)
         for result in chain.from_iterable(encoded):
             if self._is_full(part, result):
                 data = self._write(part, before, None)
@@ -157,12 +167,30 @@ class PatchEncoder:
             return False
         return part.num_bytes + len(result.payload) > self._max_part_bytes
 
-    def _encode(self, bucket: Bucket) -> list[_Encoded]:
+    def _encode(self, group: Sequence[Bucket]) -> list[_Encoded]:
+        """Some buckets; those with few changes share one, so that changes are what is paid for."""
+        done: list[_Encoded] = []
+        few: list[BucketChanges] = []
+        for bucket in group:
+            changes = find_changes(bucket, self._old, self._new)
+            name = self._encoding
+            if name == "auto" and changes.num_changed:
+                name = choose(changes, self._decode)
+            if not changes.num_changed or name != "gaps" or changes.num_changed > MOST_SHARING:
+                done += self._encode_alone(changes, name)
+                continue
+            if sum(held.num_changed for held in few) + changes.num_changed > MOST_SHARING:
+                done.append(_encoded(merged(few), name))
+                few = []
+            changes.let_go()
+            few.append(changes)
+        if few:
+            done.append(_encoded(merged(few), "gaps"))
+        return done
+
+    def _encode_alone(self, changes: BucketChanges, name: str) -> list[_Encoded]:
         """One bucket; several where so much changed that coding it takes too much memory."""
-        changes = find_changes(bucket, self._old, self._new)
-        name = self._encoding
-        if name == "auto" and changes.num_changed:
-            name = choose(changes, self._decode)
+        bucket = changes.bucket
         most = _most_elements(changes, name)
         if not changes.num_changed or bucket.num_elements <= most:
             return [_encoded(changes, name)]

@@ -36,7 +36,7 @@ def warm(schema: Schema | None = None) -> None:
 
     With a schema, only those for its words. Compiling all takes some 20 s once per machine.
     """
-    from stitch.codec import bins, dense_loops, gap_loops, loops
+    from stitch.codec import bins, dense_loops, gap_loops, loops, pairs
     from stitch.codec.ranks import kernels as rank_kernels
 
     loops.sum_words()
@@ -51,6 +51,7 @@ def warm(schema: Schema | None = None) -> None:
         loops.take_steps(word_bytes, ordered)
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
+        pairs.warm(word_bytes, ordered)
         dense_loops.warm(word_bytes, ordered)
         rank_kernels.warm(word_bytes, ordered)
     widths = {max(2, word_bytes) for word_bytes, _ in kinds}

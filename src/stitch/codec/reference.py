@@ -19,6 +19,7 @@ from blake3 import blake3
 from pcodec import standalone
 
 from stitch.codec.reference_bins import read_binned
+from stitch.codec.reference_pairs import read_paired
 from stitch.codec.words import Words
 from stitch.types import DTYPE_BITS, FLOAT_DTYPES, Schema, TensorSpec
 
@@ -192,10 +193,15 @@ def apply_part(
         old = np.concatenate([tensors[t][start:stop] for t, start, stop in slices])
         if encoding == "gaps":
             width = max(2, DTYPE_BITS.get(dtype, 8) // 8)
-            gaps, rest = read_stream(payload, num_changed, "<u4")
-            step, rest = read_stream(rest, num_changed, f"<i{width}")
-            assert rest == b""
-            new = take_gaps(old, gaps.tolist(), step.tolist(), dtype)
+            if payload[0] == 4:
+                assert len(payload) == 5 + int.from_bytes(payload[1:5], "little")
+                gap, step = read_paired(payload[5:], num_changed)
+            else:
+                first, rest = read_stream(payload, num_changed, "<u4")
+                second, rest = read_stream(rest, num_changed, f"<i{width}")
+                assert rest == b""
+                gap, step = first.tolist(), second.tolist()
+            new = take_gaps(old, gap, step, dtype)
         elif encoding == "ranks":
             from stitch.codec.reference_ranks import take_ranks
 

@@ -1,4 +1,4 @@
-"""Streams of numbers inside a payload: a tag, a length, then raw, pcodec, zstd or binned bytes.
+"""Streams inside a payload: a tag, a length, then raw, pcodec, zstd, binned or paired bytes.
 
 The reader always knows how many numbers of which width it wants, so nothing is allocated from what
 a stream says about itself. See docs/format.md, "Streams".
@@ -15,10 +15,12 @@ import numpy.typing as npt
 import zstandard
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
-from stitch.codec import bins
+from stitch.codec import bins, pairs
+from stitch.codec.changes import BucketChanges
+from stitch.codec.words import Positions
 from stitch.errors import CorruptPatchError, UnsupportedFormatError
 
-RAW, PCODEC, ZSTD, BINS = 0, 1, 2, 3
+RAW, PCODEC, ZSTD, BINS, PAIRS = 0, 1, 2, 3, 4
 _HEAD = struct.Struct("<BI")
 _MANY = 8192
 """From this many numbers on, binned is as small as pcodec, and made in a third of the time."""
@@ -68,12 +70,8 @@ def read_numbers(
 
     The caller has bounded `count`. Raises CorruptPatchError naming `what`.
     """
-    if len(data) < _HEAD.size:
-        raise CorruptPatchError(f"{what}: {len(data)} bytes left, a stream needs {_HEAD.size}")
-    tag, length = _HEAD.unpack_from(data)
-    body, rest = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
-    if len(body) != length:
-        raise CorruptPatchError(f"{what}: stream of {length} bytes, only {len(body)} are left")
+    tag, body, rest = _next(data, what)
+    length = len(body)
     if tag == RAW:
         if length != count * dtype.itemsize:
             raise CorruptPatchError(
@@ -88,6 +86,38 @@ def read_numbers(
         raw = decompress_exactly(bytes(body), count * dtype.itemsize, what)
         return np.frombuffer(raw, dtype), rest
     raise UnsupportedFormatError(f"{what}: unknown stream form {tag}")
+
+
+def _next(data: memoryview, what: str) -> tuple[int, memoryview, memoryview]:
+    """(form, body) of the next stream, and the bytes after it."""
+    if len(data) < _HEAD.size:
+        raise CorruptPatchError(f"{what}: {len(data)} bytes left, a stream needs {_HEAD.size}")
+    tag, length = _HEAD.unpack_from(data)
+    end = _HEAD.size + length
+    body = data[_HEAD.size : end]
+    if len(body) != length:
+        raise CorruptPatchError(f"{what}: stream of {length} bytes, only {len(body)} are left")
+    return tag, body, data[end:]
+
+
+def write_changes(changes: BucketChanges) -> bytes | None:
+    """One paired stream holding all changes of a bucket, or None, see `pairs.write`."""
+    body = pairs.write(changes)
+    return None if body is None else _HEAD.pack(PAIRS, len(body)) + body
+
+
+def is_paired(data: memoryview) -> bool:
+    """Whether the next stream says that it is one of changes."""
+    return len(data) > 0 and data[0] == PAIRS
+
+
+def read_changes(data: memoryview, count: int, what: str) -> tuple[Positions, Numbers, memoryview]:
+    """Positions and steps of `count` changes from the next stream, and the bytes after it.
+
+    That stream is a paired one, of 8- or 16-bit words. Raises CorruptPatchError naming `what`.
+    """
+    _, body, rest = _next(data, what)
+    return *pairs.read(body, count, what), rest
 
 
 def _read_pcodec(body: bytes, count: int, dtype: np.dtype[Any], what: str) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -9,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from stitch.codec import kernels
-from stitch.codec.buckets import ALIGNMENT, Bucket, Slice
-from stitch.codec.changes import BucketChanges, bounds_by_slice, read_slice
+from stitch.codec.buckets import ALIGNMENT, DEFAULT_BUCKET_ELEMENTS, Bucket, Slice
+from stitch.codec.changes import BucketChanges, SliceBounds, bounds_by_slice, read_slice
 from stitch.codec.words import WORD_DTYPES, Positions, Words
 from stitch.tensors.host import HostWeights
 from stitch.tensors.reader import WeightReader
 
 Reads = Literal["changed", "bucket"]
+
+_Row = tuple[Slice, SliceBounds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,29 +70,60 @@ class OldWords:
         `steps` are of at least 16 bits. Also returns how many are 0 or too wide for a word. Reads
         only around the positions, which then count from the start of their tensors.
         """
-        places = self._places()
-        held: list[Words] = []
-        if places is None:
-            places = self._read_around(positions, held)
         olds = np.empty(positions.size, WORD_DTYPES[self.bucket.word_bytes])
         news = np.empty_like(olds)
-        gains, ends, num_bad = kernels.take_steps(
-            places, self.bucket.dtype, positions, steps, olds, news
-        )
+        dtype, places = self.bucket.dtype, self._places()
+        if places is not None:
+            gains, ends, num_bad = kernels.take_steps(places, dtype, positions, steps, olds, news)
+        else:
+            gains, ends, num_bad = np.empty((0, 2), np.uint64), [], 0
+            for rows in self._runs(positions):
+                lo, hi = rows[0][1][0], rows[-1][1][1]
+                part = positions[lo:hi]
+                part -= rows[0][1][2]
+                held: list[Words] = []
+                found = kernels.take_steps(
+                    self._read_around(rows, positions, held),
+                    dtype,
+                    part,
+                    steps[lo:hi],
+                    olds[lo:hi],
+                    news[lo:hi],
+                )
+                gains = np.concatenate([gains, found[0]])
+                ends += [lo + end for end in found[1]]
+                num_bad += found[2]
         decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=gains, ends=ends)
         return decoded, num_bad
 
-    def _read_around(self, positions: Positions, held: list[Words]) -> kernels.Places:
-        """Places of the words around ascending `positions`; what was read is added to `held`."""
+    def _runs(self, positions: Positions) -> Iterator[list[_Row]]:
+        """The slices in runs whose words may be held at a time, with the bounds of each."""
+        rows = zip(self.bucket.slices, bounds_by_slice(self.bucket, positions), strict=True)
+        run: list[_Row] = []
+        room = DEFAULT_BUCKET_ELEMENTS
+        for piece, bounds in rows:
+            if run and piece.num_elements > room:
+                yield run
+                run, room = [], DEFAULT_BUCKET_ELEMENTS
+            run.append((piece, bounds))
+            room -= piece.num_elements
+        yield run
+
+    def _read_around(
+        self, rows: Sequence[_Row], positions: Positions, held: list[Words]
+    ) -> kernels.Places:
+        """Places of the words around ascending `positions`; what was read is added to `held`.
+
+        `positions` count from the start of the first row; its bounds still from the bucket's.
+        """
         schema, width = self.weights.schema, self.bucket.word_bytes
-        places = np.zeros((len(self.bucket.slices), len(kernels.PLACE)), np.int64)
-        rows = bounds_by_slice(self.bucket, positions)
-        for place, piece, (lo, hi, offset) in zip(places, self.bucket.slices, rows, strict=True):
+        places = np.zeros((len(rows), len(kernels.PLACE)), np.int64)
+        for place, (piece, (lo, hi, offset)) in zip(places, rows, strict=True):
             place[:2] = piece.start, piece.num_elements
             if hi == lo:
                 continue
             num_words = schema.tensors[piece.tensor].num_words
-            to_tensor = piece.start - offset
+            to_tensor = piece.start - offset + rows[0][1][2]
             begin = (positions.item(lo) + to_tensor) // ALIGNMENT * ALIGNMENT
             end = min(num_words, positions.item(hi - 1) + to_tensor + ALIGNMENT)
             end -= end % ALIGNMENT if end < num_words else 0
