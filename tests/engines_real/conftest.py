@@ -18,6 +18,7 @@ pytest.register_assert_rewrite(
     "requests_suite",
     "faults_suite",
     "serve_suite",
+    "reload_suite",
 )
 
 collect_ignore_glob = [

@@ -60,12 +60,21 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: type[RealEngine], board: Path, model: Path, errors: Path, **env: str
+    engine: type[RealEngine],
+    board: Path,
+    model: Path,
+    errors: Path,
+    *,
+    flags: Sequence[str] = (),
+    args: Sequence[str] | None = None,
+    **env: str,
 ) -> AsyncIterator[Replica]:
+    """A replica; `flags` are further ones of its own, `args` the engine's (None: the usual)."""
     command = [sys.executable, "-m", "stitch.cli", "serve", "--json", "--board", str(board)]
     command += ["--model", str(model), "--port", "0", "--poll-interval", "0.2", "--run", "r"]
     command += ["--engine", engine.name, "--engine-python", engine.python()]
-    command += ["--served-model-name", "tiny", "--", *engine.args]
+    command += ["--served-model-name", "tiny", *flags]
+    command += ["--", *(engine.args if args is None else args)]
     with errors.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *command,

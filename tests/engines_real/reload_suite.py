@@ -1,0 +1,330 @@
+"""Stock engines without our plugin, brought to versions by reloading checkpoints.
+
+The test modules bind `Reloads` to an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import pytest
+from real_kit import PROMPTS, QUIET, START_S, RealEngine, digest_of, wait_for_the_end_of
+from real_models import load, make_model, real_change, save
+from requests_suite import LONG_PROMPT, NUM_PATCHES
+from serve_suite import Replica, publish, serving, spans_a_commit, tokens
+
+from stitch.board import open_board
+from stitch.engines.group.ending import descendants
+from stitch.engines.launch import EngineProcess, free_port
+from stitch.engines.reload.engine import ReloadEngine
+from stitch.engines.reload.generations import Generations
+from stitch.engines.reload.launch import stock_command, stock_environment
+from stitch.errors import EngineError
+from stitch.publish import Publisher
+from stitch.replica.reload_host import STOCK
+from stitch.tensors import HostWeights
+from stitch.testing.engine_contract import NUM_TOKENS, EngineContract, Subject
+from stitch.types import VersionRef
+
+RUN = "reloads"
+
+
+def at(version: int) -> VersionRef:
+    return VersionRef(RUN, version)
+
+
+@dataclass
+class Live:
+    """A stock engine that a ReloadEngine looks after."""
+
+    engine: ReloadEngine
+    process: EngineProcess
+    url: str
+    weights: HostWeights
+    salt: str
+
+    async def tokens(self, prompt: list[int], num_tokens: int = 24, **more: Any) -> list[int]:
+        body = request(prompt, num_tokens, **more)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/v1/completions", json=body) as response,
+        ):
+            assert response.status == 200, await response.text()
+            found: list[int] = (await response.json())["choices"][0]["token_ids"]
+            return found
+
+    async def answers(self) -> list[list[int]]:
+        return [await self.tokens(list(prompt)) for prompt in (*PROMPTS, LONG_PROMPT)]
+
+    async def advance(self, version: int) -> None:
+        update = real_change(self.weights, seed=version)
+        await self.engine.stage(f"to-{version}", at(version - 1), at(version), update)
+        await self.engine.commit(f"to-{version}")
+        update.apply(self.weights)
+
+
+def request(prompt: list[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+@contextlib.asynccontextmanager
+async def started(
+    kind: type[RealEngine],
+    directory: Path,
+    log: Path,
+    *,
+    tp: int = 1,
+    view: str = "bf16",
+    args: tuple[str, ...] = (),
+) -> AsyncIterator[tuple[EngineProcess, str]]:
+    """A stock engine on a directory."""
+    ranks, environment = kind.on_ranks(tp)
+    port = free_port()
+    command = stock_command(
+        kind.name,
+        directory,
+        port=port,
+        served_model_name="tiny",
+        python=kind.python(),
+        view=view,
+        args=[*kind.args, *ranks, *args],
+    )
+    process = await EngineProcess.start(
+        command,
+        base_url=f"http://127.0.0.1:{port}",
+        env={**QUIET, **kind.env, **environment, **stock_environment(kind.name)},
+        ready_timeout_s=START_S,
+        log_path=log,
+        plugin=False,
+        least_grace_s=30.0,
+    )
+    try:
+        yield process, process.base_url
+    finally:
+        await process.stop()
+
+
+@contextlib.asynccontextmanager
+async def reloading(
+    kind: type[RealEngine], model: Path, place: Path, *, run: str = RUN, **settings: Any
+) -> AsyncIterator[Live]:
+    """A stock engine, started on generations of `model`, and the port over it."""
+    await asyncio.to_thread(place.mkdir, exist_ok=True)
+    generations = Generations.open(
+        place / "engine", model, settings.get("view", "bf16"), run=run, threads=1
+    )
+    try:
+        async with started(kind, generations.link, place / "log", **settings) as (process, url):
+            stock = STOCK[kind.name](url, token=None, timeout_s=120.0)
+            try:
+                engine = await ReloadEngine.opened(stock, generations, fresh=True)
+                yield Live(engine, process, url, load(generations.link), stock.traits.salt_field)
+            finally:
+                await stock.close()
+    finally:
+        generations.close()
+
+
+class Contract(EngineContract):
+    engine: ClassVar[type[RealEngine]]
+    kind: ClassVar[str]
+    tp: ClassVar[int]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def place(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+        """An engine for the whole class, and its directory; each test attaches anew."""
+        place = tmp_path_factory.mktemp(f"reload-{cls.kind}-{cls.tp}")
+        model = make_model(cls.kind, place / "model")
+        with asyncio.Runner() as runner:
+            serving = started(cls.engine, model, place / "log", tp=cls.tp)
+            _, url = runner.run(serving.__aenter__())
+            yield place, url
+            runner.run(serving.__aexit__(None, None, None))
+
+    @pytest.fixture
+    async def subject(self, place: tuple[Path, str]) -> AsyncIterator[Subject]:
+        """Whatever the engine holds from the test before, a new replica takes it to the base."""
+        directory, url = place
+        generations = Generations.open(
+            directory / "engine", directory / "model", "bf16", run="none-of-these", threads=1
+        )
+        stock = STOCK[self.engine.name](url, token=None, timeout_s=120.0)
+        try:
+            engine = await ReloadEngine.opened(stock, generations, fresh=False)
+            yield Subject(engine=engine, weights=load(generations.link))
+            await engine.close()
+        finally:
+            await stock.close()
+            generations.close()
+
+
+class Reloads:
+    engine: ClassVar[type[RealEngine]]
+    kinds: ClassVar[tuple[tuple[str, int], ...]]
+    """Of models, and numbers of ranks."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "reloaded" in metafunc.fixturenames:
+            metafunc.parametrize("reloaded", self.kinds, ids=str)
+
+    async def test_tokens_equal_those_of_a_fresh_engine_after_1_and_20_patches(
+        self, reloaded: tuple[str, int], tmp_path: Path
+    ) -> None:
+        kind, tp = reloaded
+        model = make_model(kind, tmp_path / "model")
+        found, checkpoints = {}, {}
+        async with reloading(self.engine, model, tmp_path / "live", tp=tp) as it:
+            await it.engine.bind(at(0), digest_of(it.weights))
+            found[0] = await it.answers()
+            for version in range(1, NUM_PATCHES + 1):
+                await it.advance(version)
+                if version in (1, NUM_PATCHES):
+                    assert (await it.engine.verify()).digest == digest_of(it.weights)
+                    found[version] = await it.answers()
+                    checkpoints[version] = save(it.weights, model, tmp_path / f"v{version}")
+            await it.engine.close()
+        assert found[0] != found[1] != found[NUM_PATCHES]
+        for version, checkpoint in checkpoints.items():
+            log = tmp_path / f"log-{version}"
+            async with started(self.engine, checkpoint, log, tp=tp) as (process, url):
+                fresh = Live(it.engine, process, url, it.weights, it.salt)
+                assert await fresh.answers() == found[version], f"version {version}"
+
+    async def test_requests_and_caches_over_a_reload(self, tmp_path: Path) -> None:
+        """A stream goes on, a cached prompt is not answered from old weights, a restart finds the
+        newest version."""
+        model = make_model("untied", tmp_path / "model")
+        async with reloading(self.engine, model, tmp_path / "live") as it:
+            await it.engine.bind(at(0), digest_of(it.weights))
+            old = await it.tokens(LONG_PROMPT)
+            assert await it.tokens(LONG_PROMPT) == old  # from the cache now
+            before = await it.tokens([5, 6, 7], NUM_TOKENS)
+            update = real_change(it.weights, seed=1)
+            await it.engine.stage("to-1", at(0), at(1), update)
+            tokens, committed_after = await self._stream_over(it, "to-1")
+            update.apply(it.weights)
+            assert len(tokens) == NUM_TOKENS
+            assert 0 < committed_after < NUM_TOKENS
+            assert tokens[:committed_after] == before[:committed_after]
+            assert tokens != before  # the last ones are new
+            assert tokens != await it.tokens([5, 6, 7], NUM_TOKENS)  # the first ones are old
+            new = await it.tokens(LONG_PROMPT)
+            assert new == await it.tokens(LONG_PROMPT, **{it.salt: "never seen"}) != old
+            await it.engine.close()
+        async with reloading(self.engine, model, tmp_path / "live") as again:
+            assert (await again.engine.describe()).ref == at(1)
+            await again.engine.bind(at(1), digest_of(it.weights))
+            assert await again.tokens(LONG_PROMPT) == new
+            await again.engine.close()
+
+    async def _stream_over(self, it: Live, stage_id: str) -> tuple[list[int], int]:
+        """The tokens of a long stream, and how many had come when the commit was over."""
+        tokens: list[int] = []
+        committed_after = 0
+        body = request([5, 6, 7], NUM_TOKENS, stream=True)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{it.url}/v1/completions", json=body) as response,
+        ):
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        tokens += choice["token_ids"] or []
+                if tokens and not committed_after:
+                    await it.engine.commit(stage_id)
+                    committed_after = len(tokens)
+        return tokens, committed_after
+
+    async def test_damage_that_the_engine_does_not_notice_ends_in_the_old_version(
+        self, tmp_path: Path
+    ) -> None:
+        """What it loads was damaged after it was proven, and the engine reports success."""
+        model = make_model("untied", tmp_path / "model")
+        async with reloading(self.engine, model, tmp_path / "live") as it:
+            await it.engine.bind(at(0), digest_of(it.weights))
+            before = await it.answers()
+            await it.engine.stage("a", at(0), at(1), real_change(it.weights, seed=1))
+            built = max((tmp_path / "live" / "engine" / "generations").iterdir())
+            (file,) = built.glob("*.safetensors")
+            data = bytearray(file.read_bytes())
+            data[-2] ^= 0x10
+            file.write_bytes(bytes(data))
+            with pytest.raises(EngineError, match="went back"):
+                await it.engine.commit("a")
+            assert (await it.engine.describe()).ref == at(0)
+            assert (await it.engine.verify()).digest == digest_of(it.weights)
+            assert await it.answers() == before
+            await it.engine.close()
+
+
+class ServedByReloads:
+    """`stitch serve --engine-mode reload`: a replica whose engine has no plugin."""
+
+    engine: ClassVar[type[RealEngine]]
+
+    async def test_a_replica_reloads_its_engine_is_killed_and_goes_on(self, tmp_path: Path) -> None:
+        model, board = make_model("untied", tmp_path / "model"), tmp_path / "board"
+        weights = load(model)
+        flags = ["--engine-mode", "reload", "--engine-dir", str(tmp_path / "engine")]
+        with Publisher.start(open_board(board), "r", model, threads=1) as publisher:
+            for version in (1, 2):
+                await asyncio.to_thread(publish, publisher, weights, version)
+            async with serving(
+                self.engine, board, model, tmp_path / "errors", flags=flags
+            ) as replica:
+                await replica.serves(2, START_S)
+                await proven(replica, weights, 2)
+                await spans_a_commit(replica, publisher, weights)
+                for path in self.engine.control:
+                    assert (await replica.post(path, {}))[0] == 403
+                answers = [await tokens(replica, prompt) for prompt in PROMPTS]
+                below = descendants(replica.process.pid)
+                replica.process.kill()
+                await replica.process.wait()
+                wait_for_the_end_of(below)
+            async with serving(
+                self.engine, board, model, tmp_path / "again", flags=flags
+            ) as replica:
+                await replica.serves(3, START_S)
+                assert [await tokens(replica, prompt) for prompt in PROMPTS] == answers
+        assert "ref=r@3" in (tmp_path / "again").read_text()  # not from the base
+
+    async def test_a_replica_attaches_to_an_engine_that_runs_already(self, tmp_path: Path) -> None:
+        model, board = make_model("untied", tmp_path / "model"), tmp_path / "board"
+        weights = load(model)
+        with Publisher.start(open_board(board), "r", model, threads=1) as publisher:
+            await asyncio.to_thread(publish, publisher, weights, 1)
+            async with started(self.engine, model, tmp_path / "log") as (_, url):
+                flags = ["--engine-mode", "reload", "--engine-dir", str(tmp_path / "engine")]
+                flags += ["--engine-url", url]
+                for life in ("one", "another"):
+                    async with serving(
+                        self.engine, board, model, tmp_path / life, flags=flags, args=()
+                    ) as replica:
+                        await replica.serves(1, START_S)
+                        await proven(replica, weights, 1)
+
+
+async def proven(replica: Replica, weights: HostWeights, version: int) -> None:
+    """Answers are stamped, and the engine's weights are those of the version."""
+    status, answer = await replica.post("/v1/completions", request([5, 6, 7], 4))
+    assert status == 200, answer
+    assert (answer["weight_version_start"], answer["weight_version_end"]) == (version, version)
+    status, report = await replica.post("/verify", {})
+    assert (status, report["digest"]) == (200, digest_of(weights))
