@@ -11,7 +11,7 @@ from stitch.codec import kernels
 from stitch.codec.buckets import Bucket, Slice
 from stitch.codec.words import WORD_DTYPES, Lanes, Positions, Words
 from stitch.errors import CorruptCheckpointError
-from stitch.tensors.reader import DeviceReader, WeightReader
+from stitch.tensors.reader import WeightReader, is_on_device
 from stitch.types import Schema
 
 Listed = tuple[Positions, Words, Words]
@@ -137,7 +137,7 @@ def find_changes(bucket: Bucket, old: WeightReader, new: WeightReader) -> Bucket
 
     Where both readers have their words on a device, that is done there.
     """
-    if isinstance(old, DeviceReader) and isinstance(new, DeviceReader):
+    if is_on_device(old) and is_on_device(new):
         from stitch.codec import torch_changes
 
         return torch_changes.find_changes(bucket, old, new)

@@ -22,7 +22,7 @@ from stitch.codec.buckets import ALIGNMENT
 from stitch.codec.pool import ordered
 from stitch.codec.words import Lanes
 from stitch.errors import SchemaMismatchError
-from stitch.tensors.reader import DeviceReader, Progress, WeightReader
+from stitch.tensors.reader import Progress, WeightReader, is_on_device
 from stitch.types import Schema, TensorSpec
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class DigestState:
     ) -> DigestState:
         """Digest everything that `reader` holds, near memory speed."""
         schema = reader.schema
-        if isinstance(reader, DeviceReader):
+        if is_on_device(reader):
             from stitch.codec import torch_digest
 
             return cls(schema, torch_digest.sum_reader(reader, progress))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +46,17 @@ class WeightReader(Protocol):
         ...
 
 
-@runtime_checkable
 class DeviceReader(WeightReader, Protocol):
     """A WeightReader whose words can be had where they live."""
 
     def device_words(self, name: str, start: int, stop: int) -> Any:
         """Words [start, stop) as a flat integer torch tensor (uint8, int16, int32 or int64)."""
         ...
+
+
+def is_on_device(reader: WeightReader) -> TypeGuard[DeviceReader]:
+    """Whether the words can be had where they live."""
+    return hasattr(reader, "device_words")
 
 
 class Subset:
