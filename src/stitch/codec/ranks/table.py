@@ -69,62 +69,58 @@ def read_table(
     """
     if not 1 <= num_classes <= MAX_CLASSES:
         raise CorruptPatchError(f"{what}: {num_classes} classes, expected 1 to {MAX_CLASSES}")
-    table = np.zeros((num_classes, COLUMNS), np.int64)
-    source = _Source(data, what)
-    previous = -1
-    for row in table:
-        row[ID], gap, value = source.byte(), source.byte(), source.byte()
-        row[GAP_SHIFT], row[RATIO] = gap & 31, LOWEST_RATIO + (gap >> 5) * RATIO_STEP
-        row[VALUE_SHIFT], row[FLIPS], row[INVERTED] = value >> 2, value >> 1 & 1, value & 1
-        row[LANE_CHANGED] = [source.varint(num_changed) for _ in range(LANES)]
-        row[LANE_CODED] = row[LANE_CHANGED]
-        if row[INVERTED]:
-            row[LANE_CODED] = [source.varint(num_elements) for _ in range(LANES)]
-        row[CHANGED], row[CODED] = row[LANE_CHANGED].sum(), row[LANE_CODED].sum()
-        base = source.varint(2 * MAX_BASE + 1)
-        row[BASE], row[DOWN] = base >> 1, base & 1
-        if row[ID] <= previous or row[CHANGED] == 0:
-            raise CorruptPatchError(f"{what}: class {row[ID]} is out of order or has no changes")
-        if row[GAP_SHIFT] > MAX_GAP_SHIFT or row[VALUE_SHIFT] > MAX_VALUE_SHIFT:
-            raise CorruptPatchError(f"{what}: class {row[ID]} keeps too many low bits")
-        previous = int(row[ID])
-    if int(table[:, CHANGED].sum()) != num_changed:
+    rows = []
+    at, previous, changes, gaps = 0, -1, 0, 0
+    try:
+        for _ in range(num_classes):
+            number, gap, value = data[at], data[at + 1], data[at + 2]
+            at += 3
+            inverted = value & 1
+            changed, at = _varints(data, at, LANES, num_changed, what)
+            coded = changed
+            if inverted:
+                coded, at = _varints(data, at, LANES, num_elements, what)
+            (base,), at = _varints(data, at, 1, 2 * MAX_BASE + 1, what)
+            num_here, num_coded = sum(changed), sum(coded)
+            if number <= previous or not num_here:
+                raise CorruptPatchError(f"{what}: class {number} is out of order or has no changes")
+            if gap & 31 > MAX_GAP_SHIFT or value >> 2 > MAX_VALUE_SHIFT:
+                raise CorruptPatchError(f"{what}: class {number} keeps too many low bits")
+            flips, down, ratio = value >> 1 & 1, base & 1, LOWEST_RATIO + (gap >> 5) * RATIO_STEP
+            row = [number, num_here, num_coded, inverted, flips, down, gap & 31, ratio]
+            rows.append([*row, value >> 2, base >> 1, *changed, *coded])
+            previous, changes, gaps = number, changes + num_here, gaps + num_coded
+    except IndexError:
+        raise CorruptPatchError(f"{what}: the class table is cut short") from None
+    if changes != num_changed:
         raise CorruptPatchError(
-            f"{what}: its classes have {table[:, CHANGED].sum()} changes, the table of buckets "
-            f"says {num_changed}"
+            f"{what}: its classes have {changes} changes, the table of buckets says {num_changed}"
         )
-    coded = int(table[:, CODED].sum())
-    if coded > num_elements:
-        raise CorruptPatchError(f"{what}: {coded} gaps in a bucket of {num_elements} elements")
-    return table, source.rest()
+    if gaps > num_elements:
+        raise CorruptPatchError(f"{what}: {gaps} gaps in a bucket of {num_elements} elements")
+    return np.array(rows, np.int64), data[at:]
 
 
-class _Source:
-    """Bytes taken from the front."""
+def _varints(
+    data: memoryview, at: int, count: int, maximum: int, what: str
+) -> tuple[list[int], int]:
+    """Unsigned LEB128 integers without superfluous bytes, at most `maximum`, and their end.
 
-    def __init__(self, data: memoryview, what: str) -> None:
-        self._data, self._what, self._at = data, what, 0
-
-    def byte(self) -> int:
-        if self._at == len(self._data):
-            raise CorruptPatchError(f"{self._what}: the class table is cut short")
-        self._at += 1
-        return self._data[self._at - 1]
-
-    def varint(self, maximum: int) -> int:
-        """An unsigned LEB128 integer without superfluous bytes, at most `maximum`."""
-        number = shift = 0
-        while True:
-            byte = self.byte()
+    Raises IndexError if the data is cut short.
+    """
+    numbers = []
+    for _ in range(count):
+        byte = data[at]
+        at += 1
+        number, shift = byte & 0x7F, 7
+        while byte >= 0x80:
+            if shift > 63:
+                raise CorruptPatchError(f"{what}: a number has too many bytes")
+            byte = data[at]
+            at += 1
             number |= (byte & 0x7F) << shift
             shift += 7
-            if byte < 0x80:
-                break
-            if shift > 63:
-                raise CorruptPatchError(f"{self._what}: a number has too many bytes")
         if number > maximum or (byte == 0 and shift > 7):
-            raise CorruptPatchError(f"{self._what}: number {number} is above {maximum} or padded")
-        return number
-
-    def rest(self) -> memoryview:
-        return self._data[self._at :]
+            raise CorruptPatchError(f"{what}: number {number} is above {maximum} or padded")
+        numbers.append(number)
+    return numbers, at
