@@ -139,6 +139,7 @@ def _decode(
     decoded = job.encoding.decode(
         job.payload, num_changed=entry.num_changed, old=old, what=job.what
     )
+    decoded = old.with_gains(decoded)
     find = _whole_slices if decoded.positions is None else _listed
     updates = list(find(entry.bucket, decoded))
     if decoded.gains is not None:

@@ -49,6 +49,7 @@ def warm(schema: Schema | None = None) -> None:
         loops.scan(word_bytes)
         loops.sum_change(word_bytes)
         loops.take_steps(word_bytes, ordered)
+        loops.take_steps(word_bytes, False, True)
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
         pairs.warm(word_bytes, ordered)
@@ -198,6 +199,22 @@ def take_steps(
     if bad < 0:
         raise ValueError("positions are not inside the slices, or not inside the old words")
     return gains, ends.tolist(), bad
+
+
+def sum_changes(
+    places: Places, positions: Positions, olds: Words, news: Words
+) -> tuple[npt.NDArray[np.uint64], list[int]]:
+    """As `take_steps`, where the old and new words at `positions` (k,) are known."""
+    from stitch.codec import loops
+
+    assert positions.size == olds.size == news.size
+    gains = np.zeros((len(places), 2), np.uint64)
+    ends = np.empty(len(places), np.int64)
+    none = np.empty(0, SIGNED_DTYPES[max(2, news.itemsize)])
+    add = loops.take_steps(news.itemsize, False, True)
+    if add(places, positions, none, olds, news, gains, ends) < 0:
+        raise ValueError("positions are not inside the slices, or not inside the old words")
+    return gains, ends.tolist()
 
 
 def to_gaps(positions: Positions, before: int, out: Numbers) -> None:

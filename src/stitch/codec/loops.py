@@ -220,7 +220,7 @@ def sum_change(word_bytes: int) -> Callable[..., Any]:
 
 
 @cache
-def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
+def take_steps(word_bytes: int, ordered: bool, known: bool = False) -> Callable[..., Any]:
     """(places, positions, steps, olds, news, gains, ends) -> number of bad steps, or -1.
 
     Fetches the words at `positions` (k,) and takes `steps` (k,) from them: old and new words go to
@@ -229,7 +229,8 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
     their tensor. What the digest gains by a slice goes to its row of gains (n, 2), where its
     positions end to ends (n,). A step is bad that is 0 or too wide for a word.
     -1: a position is not inside the slices, or its word not inside the memory.
-    `ordered`: the words are sign and magnitude.
+    `ordered`: the words are sign and magnitude. `known`: old and new words are there already, and
+    there are no steps.
     """
     word, signed, wide = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes], max(2, word_bytes)
     number, back = order(word_bytes, ordered)
@@ -277,12 +278,15 @@ def take_steps(word_bytes: int, ordered: bool) -> Callable[..., Any]:
                 if index < num_whole:
                     found = load_at(address + (np.uint64(index) << _THREE))
                 at = np.uint64(place & lane) * lane_bits
-                step = signed(steps[k])
-                bad += (step == 0) | (wider(step) != steps[k])
-                x = word((found >> at) & mask)
-                olds[k] = x
-                y = back(word(number(x) + word(step)))
-                news[k] = y
+                if known:
+                    y = news[k]
+                else:
+                    step = signed(steps[k])
+                    bad += (step == 0) | (wider(step) != steps[k])
+                    x = word((found >> at) & mask)
+                    olds[k] = x
+                    y = back(word(number(x) + word(step)))
+                    news[k] = y
                 # Changes of one 64-bit word follow each other, each from where the last one led.
                 # Only here: so the next change need not wait for this one's step.
                 before = word64 if index == last_index else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -95,6 +95,16 @@ class OldWords:
                 num_bad += found[2]
         decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=gains, ends=ends)
         return decoded, num_bad
+
+    def with_gains(self, found: DecodedChanges) -> DecodedChanges:
+        """Listed changes with their gains and ends, where these cost no reading."""
+        if found.gains is not None or found.positions is None:
+            return found
+        places = self._places()
+        if places is None:
+            return found
+        gains, ends = kernels.sum_changes(places, found.positions, found.old, found.new)
+        return replace(found, gains=gains, ends=ends)
 
     def _runs(self, positions: Positions) -> Iterator[list[_Row]]:
         """The slices in runs whose words may be held at a time, with the bounds of each."""
