@@ -15,6 +15,7 @@ pytest.register_assert_rewrite(
     "stitch.testing.engine_contract",
     "real_kit",
     "contract_suite",
+    "equality",
     "requests_suite",
     "faults_suite",
     "serve_suite",

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from real_kit import PROMPTS, RealEngine, digest_of
-from real_models import make_model, save
-from requests_suite import LONG_PROMPT, NUM_PATCHES, advance, at
+from equality import equal_to_fresh_engines_after_1_and_20_patches
+from real_kit import PROMPTS, RealEngine
+from real_models import make_model
+from requests_suite import LONG_PROMPT
 
 from stitch.testing.engine_contract import EngineContract, Subject
 
@@ -45,20 +46,17 @@ class OnRealEngine(EngineContract):
     async def test_tokens_equal_those_of_a_fresh_engine_after_1_and_20_patches(
         self, server: RealEngine, subject: Subject, tmp_path: Path
     ) -> None:
-        weights = subject.weights
-        found, checkpoints = {0: answers(server)}, {}
-        await subject.engine.bind(at(0), digest_of(weights))
-        for version in range(1, NUM_PATCHES + 1):
-            await advance(subject.engine, weights, version)
-            if version in (1, NUM_PATCHES):
-                assert (await subject.engine.verify()).digest == digest_of(weights)
-                found[version] = answers(server)
-                checkpoints[version] = save(weights, server.model, tmp_path / f"v{version}")
-        assert found[0] != found[1] != found[NUM_PATCHES]
-        for version, checkpoint in checkpoints.items():
-            log = tmp_path / f"log-{version}"
-            fresh = await asyncio.to_thread(type(server), checkpoint, log, tp=self.tp)
+        async def live() -> list[list[int]]:
+            return answers(server)
+
+        async def fresh(checkpoint: Path) -> list[list[int]]:
+            log = tmp_path / "log"
+            other = await asyncio.to_thread(type(server), checkpoint, log, tp=self.tp)
             try:
-                assert answers(fresh) == found[version], f"version {version}"
+                return answers(other)
             finally:
-                fresh.stop()
+                other.stop()
+
+        await equal_to_fresh_engines_after_1_and_20_patches(
+            subject.engine, subject.weights, server.model, tmp_path, live, fresh
+        )

@@ -203,8 +203,9 @@ class RealSglang(RealEngine):
         *("--device", "cpu", "--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.1"),
         *("--max-total-tokens", "8192", "--context-length", "512"),
-        *("--max-running-requests", "8", "--disable-overlap-schedule"),
+        *("--max-running-requests", "8", "--disable-overlap-schedule", "--sleep-on-idle"),
     )
+    """Schedulers that have nothing to do would take all cores, and slow down others' starts."""
     env: ClassVar[Mapping[str, str]] = {"SGLANG_USE_CPU_ENGINE": "1"}
     core = "sglang::schedul"
     control = ("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/open_session")

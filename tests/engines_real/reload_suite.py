@@ -1,6 +1,6 @@
 """Stock engines without our plugin, brought to versions by reloading checkpoints.
 
-The test modules bind `Reloads` to an engine.
+The test modules bind `OnStockEngine` and `ServedByReloads` to an engine.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
 import pytest
+from equality import at, equal_to_fresh_engines_after_1_and_20_patches
 from real_kit import PROMPTS, QUIET, START_S, RealEngine, digest_of, wait_for_the_end_of
-from real_models import load, make_model, real_change, save
-from requests_suite import LONG_PROMPT, NUM_PATCHES
+from real_models import load, make_model, real_change
+from requests_suite import LONG_PROMPT
 from serve_suite import Replica, publish, serving, spans_a_commit, tokens
 
 from stitch.board import open_board
@@ -31,13 +32,9 @@ from stitch.publish import Publisher
 from stitch.replica.reload_host import STOCK
 from stitch.tensors import HostWeights
 from stitch.testing.engine_contract import NUM_TOKENS, EngineContract, Subject
-from stitch.types import VersionRef
 
 RUN = "reloads"
-
-
-def at(version: int) -> VersionRef:
-    return VersionRef(RUN, version)
+SHORT_PROMPT = [5, 6, 7]
 
 
 @dataclass
@@ -45,35 +42,31 @@ class Live:
     """A stock engine that a ReloadEngine looks after."""
 
     engine: ReloadEngine
-    process: EngineProcess
     url: str
     weights: HostWeights
     salt: str
 
-    async def tokens(self, prompt: list[int], num_tokens: int = 24, **more: Any) -> list[int]:
-        body = request(prompt, num_tokens, **more)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/v1/completions", json=body) as response,
-        ):
-            assert response.status == 200, await response.text()
-            found: list[int] = (await response.json())["choices"][0]["token_ids"]
-            return found
 
-    async def answers(self) -> list[list[int]]:
-        return [await self.tokens(list(prompt)) for prompt in (*PROMPTS, LONG_PROMPT)]
-
-    async def advance(self, version: int) -> None:
-        update = real_change(self.weights, seed=version)
-        await self.engine.stage(f"to-{version}", at(version - 1), at(version), update)
-        await self.engine.commit(f"to-{version}")
-        update.apply(self.weights)
+async def ask(url: str, prompt: Sequence[int], num_tokens: int = 24, **more: Any) -> list[int]:
+    """Greedy tokens."""
+    body = request(prompt, num_tokens, **more)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        found: list[int] = (await response.json())["choices"][0]["token_ids"]
+        return found
 
 
-def request(prompt: list[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+async def answers(url: str) -> list[list[int]]:
+    return [await ask(url, prompt) for prompt in (*PROMPTS, LONG_PROMPT)]
+
+
+def request(prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
     return {
         "model": "tiny",
-        "prompt": prompt,
+        "prompt": list(prompt),
         "max_tokens": num_tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -91,8 +84,8 @@ async def started(
     tp: int = 1,
     view: str = "bf16",
     args: tuple[str, ...] = (),
-) -> AsyncIterator[tuple[EngineProcess, str]]:
-    """A stock engine on a directory."""
+) -> AsyncIterator[str]:
+    """A stock engine on a directory; its address."""
     ranks, environment = kind.on_ranks(tp)
     port = free_port()
     command = stock_command(
@@ -114,33 +107,35 @@ async def started(
         least_grace_s=30.0,
     )
     try:
-        yield process, process.base_url
+        yield process.base_url
     finally:
         await process.stop()
 
 
 @contextlib.asynccontextmanager
 async def reloading(
-    kind: type[RealEngine], model: Path, place: Path, *, run: str = RUN, **settings: Any
+    kind: type[RealEngine], model: Path, place: Path, **settings: Any
 ) -> AsyncIterator[Live]:
     """A stock engine, started on generations of `model`, and the port over it."""
     await asyncio.to_thread(place.mkdir, exist_ok=True)
     generations = Generations.open(
-        place / "engine", model, settings.get("view", "bf16"), run=run, threads=1
+        place / "engine", model, settings.get("view", "bf16"), run=RUN, threads=1
     )
     try:
-        async with started(kind, generations.link, place / "log", **settings) as (process, url):
+        async with started(kind, generations.link, place / "log", **settings) as url:
             stock = STOCK[kind.name](url, token=None, timeout_s=120.0)
             try:
                 engine = await ReloadEngine.opened(stock, generations, fresh=True)
-                yield Live(engine, process, url, load(generations.link), stock.traits.salt_field)
+                yield Live(engine, url, load(generations.link), stock.traits.salt_field)
             finally:
                 await stock.close()
     finally:
         generations.close()
 
 
-class Contract(EngineContract):
+class OnStockEngine(EngineContract):
+    """The engine contract, and what only this way of changing weights can get wrong."""
+
     engine: ClassVar[type[RealEngine]]
     kind: ClassVar[str]
     tp: ClassVar[int]
@@ -153,12 +148,12 @@ class Contract(EngineContract):
         model = make_model(cls.kind, place / "model")
         with asyncio.Runner() as runner:
             serving = started(cls.engine, model, place / "log", tp=cls.tp)
-            _, url = runner.run(serving.__aenter__())
+            url = runner.run(serving.__aenter__())
             yield place, url
             runner.run(serving.__aexit__(None, None, None))
 
     @pytest.fixture
-    async def subject(self, place: tuple[Path, str]) -> AsyncIterator[Subject]:
+    async def live(self, place: tuple[Path, str]) -> AsyncIterator[Live]:
         """Whatever the engine holds from the test before, a new replica takes it to the base."""
         directory, url = place
         generations = Generations.open(
@@ -167,110 +162,81 @@ class Contract(EngineContract):
         stock = STOCK[self.engine.name](url, token=None, timeout_s=120.0)
         try:
             engine = await ReloadEngine.opened(stock, generations, fresh=False)
-            yield Subject(engine=engine, weights=load(generations.link))
+            yield Live(engine, url, load(generations.link), stock.traits.salt_field)
             await engine.close()
         finally:
             await stock.close()
             generations.close()
 
-
-class Reloads:
-    engine: ClassVar[type[RealEngine]]
-    kinds: ClassVar[tuple[tuple[str, int], ...]]
-    """Of models, and numbers of ranks."""
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "reloaded" in metafunc.fixturenames:
-            metafunc.parametrize("reloaded", self.kinds, ids=str)
+    @pytest.fixture
+    async def subject(self, live: Live) -> Subject:
+        return Subject(engine=live.engine, weights=live.weights)
 
     async def test_tokens_equal_those_of_a_fresh_engine_after_1_and_20_patches(
-        self, reloaded: tuple[str, int], tmp_path: Path
+        self, place: tuple[Path, str], live: Live, tmp_path: Path
     ) -> None:
-        kind, tp = reloaded
-        model = make_model(kind, tmp_path / "model")
-        found, checkpoints = {}, {}
-        async with reloading(self.engine, model, tmp_path / "live", tp=tp) as it:
-            await it.engine.bind(at(0), digest_of(it.weights))
-            found[0] = await it.answers()
-            for version in range(1, NUM_PATCHES + 1):
-                await it.advance(version)
-                if version in (1, NUM_PATCHES):
-                    assert (await it.engine.verify()).digest == digest_of(it.weights)
-                    found[version] = await it.answers()
-                    checkpoints[version] = save(it.weights, model, tmp_path / f"v{version}")
-            await it.engine.close()
-        assert found[0] != found[1] != found[NUM_PATCHES]
-        for version, checkpoint in checkpoints.items():
-            log = tmp_path / f"log-{version}"
-            async with started(self.engine, checkpoint, log, tp=tp) as (process, url):
-                fresh = Live(it.engine, process, url, it.weights, it.salt)
-                assert await fresh.answers() == found[version], f"version {version}"
+        async def fresh(checkpoint: Path) -> list[list[int]]:
+            async with started(self.engine, checkpoint, tmp_path / "log", tp=self.tp) as url:
+                return await answers(url)
 
-    async def test_requests_and_caches_over_a_reload(self, tmp_path: Path) -> None:
-        """A stream goes on, a cached prompt is not answered from old weights, a restart finds the
-        newest version."""
-        model = make_model("untied", tmp_path / "model")
-        async with reloading(self.engine, model, tmp_path / "live") as it:
-            await it.engine.bind(at(0), digest_of(it.weights))
-            old = await it.tokens(LONG_PROMPT)
-            assert await it.tokens(LONG_PROMPT) == old  # from the cache now
-            before = await it.tokens([5, 6, 7], NUM_TOKENS)
-            update = real_change(it.weights, seed=1)
-            await it.engine.stage("to-1", at(0), at(1), update)
-            tokens, committed_after = await self._stream_over(it, "to-1")
-            update.apply(it.weights)
-            assert len(tokens) == NUM_TOKENS
-            assert 0 < committed_after < NUM_TOKENS
-            assert tokens[:committed_after] == before[:committed_after]
-            assert tokens != before  # the last ones are new
-            assert tokens != await it.tokens([5, 6, 7], NUM_TOKENS)  # the first ones are old
-            new = await it.tokens(LONG_PROMPT)
-            assert new == await it.tokens(LONG_PROMPT, **{it.salt: "never seen"}) != old
-            await it.engine.close()
-        async with reloading(self.engine, model, tmp_path / "live") as again:
-            assert (await again.engine.describe()).ref == at(1)
-            await again.engine.bind(at(1), digest_of(it.weights))
-            assert await again.tokens(LONG_PROMPT) == new
-            await again.engine.close()
+        base = place[0] / "model"
+        await equal_to_fresh_engines_after_1_and_20_patches(
+            live.engine, live.weights, base, tmp_path, lambda: answers(live.url), fresh
+        )
 
-    async def _stream_over(self, it: Live, stage_id: str) -> tuple[list[int], int]:
-        """The tokens of a long stream, and how many had come when the commit was over."""
-        tokens: list[int] = []
-        committed_after = 0
-        body = request([5, 6, 7], NUM_TOKENS, stream=True)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{it.url}/v1/completions", json=body) as response,
-        ):
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        tokens += choice["token_ids"] or []
-                if tokens and not committed_after:
-                    await it.engine.commit(stage_id)
-                    committed_after = len(tokens)
-        return tokens, committed_after
+    async def test_a_stream_goes_on_over_a_reload_and_old_caches_are_not_used(
+        self, live: Live
+    ) -> None:
+        await live.engine.bind(at(0), digest_of(live.weights))
+        old = await ask(live.url, LONG_PROMPT)
+        assert await ask(live.url, LONG_PROMPT) == old  # from the cache now
+        before = await ask(live.url, SHORT_PROMPT, NUM_TOKENS)
+        await live.engine.stage("to-1", at(0), at(1), real_change(live.weights, seed=1))
+        tokens, committed_after = await stream_over(live, "to-1")
+        assert len(tokens) == NUM_TOKENS
+        assert 0 < committed_after < NUM_TOKENS
+        assert tokens[:committed_after] == before[:committed_after]
+        assert tokens != before  # the last ones are new
+        assert tokens != await ask(live.url, SHORT_PROMPT, NUM_TOKENS)  # the first ones are old
+        new = await ask(live.url, LONG_PROMPT)
+        assert new == await ask(live.url, LONG_PROMPT, **{live.salt: "never seen"}) != old
 
     async def test_damage_that_the_engine_does_not_notice_ends_in_the_old_version(
-        self, tmp_path: Path
+        self, place: tuple[Path, str], live: Live
     ) -> None:
         """What it loads was damaged after it was proven, and the engine reports success."""
-        model = make_model("untied", tmp_path / "model")
-        async with reloading(self.engine, model, tmp_path / "live") as it:
-            await it.engine.bind(at(0), digest_of(it.weights))
-            before = await it.answers()
-            await it.engine.stage("a", at(0), at(1), real_change(it.weights, seed=1))
-            built = max((tmp_path / "live" / "engine" / "generations").iterdir())
-            (file,) = built.glob("*.safetensors")
-            data = bytearray(file.read_bytes())
-            data[-2] ^= 0x10
-            file.write_bytes(bytes(data))
-            with pytest.raises(EngineError, match="went back"):
-                await it.engine.commit("a")
-            assert (await it.engine.describe()).ref == at(0)
-            assert (await it.engine.verify()).digest == digest_of(it.weights)
-            assert await it.answers() == before
-            await it.engine.close()
+        await live.engine.bind(at(0), digest_of(live.weights))
+        before = await answers(live.url)
+        await live.engine.stage("a", at(0), at(1), real_change(live.weights, seed=1))
+        built = max((place[0] / "engine" / "generations").iterdir())
+        (file,) = built.glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 0x10
+        file.write_bytes(bytes(data))
+        with pytest.raises(EngineError, match="went back"):
+            await live.engine.commit("a")
+        assert (await live.engine.describe()).ref == at(0)
+        assert (await live.engine.verify()).digest == digest_of(live.weights)
+        assert await answers(live.url) == before
+
+
+async def stream_over(live: Live, stage_id: str) -> tuple[list[int], int]:
+    """The tokens of a long stream, and how many had come when the commit was over."""
+    tokens: list[int] = []
+    committed_after = 0
+    body = request(SHORT_PROMPT, NUM_TOKENS, stream=True)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{live.url}/v1/completions", json=body) as response,
+    ):
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice["token_ids"] or []
+            if tokens and not committed_after:
+                await live.engine.commit(stage_id)
+                committed_after = len(tokens)
+    return tokens, committed_after
 
 
 class ServedByReloads:
@@ -310,7 +276,7 @@ class ServedByReloads:
         weights = load(model)
         with Publisher.start(open_board(board), "r", model, threads=1) as publisher:
             await asyncio.to_thread(publish, publisher, weights, 1)
-            async with started(self.engine, model, tmp_path / "log") as (_, url):
+            async with started(self.engine, model, tmp_path / "log") as url:
                 flags = ["--engine-mode", "reload", "--engine-dir", str(tmp_path / "engine")]
                 flags += ["--engine-url", url]
                 for life in ("one", "another"):

@@ -10,31 +10,17 @@ from typing import Any, ClassVar
 
 import aiohttp
 import pytest
+from equality import NUM_PATCHES, advance, at
 from real_kit import RealEngine, digest_of
-from real_models import make_model, real_change
+from real_models import make_model
 
 from stitch.engines.control import ControlClient
-from stitch.engines.port import Engine
 from stitch.tensors import HostWeights
 from stitch.testing.engine_contract import NUM_TOKENS
-from stitch.types import VersionRef
 
-NUM_PATCHES = 20
 PROMPT = [5, 6, 7]
 LONG_PROMPT = [7 * i % 250 for i in range(300)]
 """More than two blocks of vLLM's prefix cache on CPUs, which are 128 tokens each."""
-
-
-def at(version: int) -> VersionRef:
-    return VersionRef("equality", version)
-
-
-async def advance(client: Engine, weights: HostWeights, version: int) -> None:
-    """Commit a large change that leads to `version`."""
-    update = real_change(weights, seed=version)
-    await client.stage(f"to-{version}", at(version - 1), at(version), update)
-    await client.commit(f"to-{version}")
-    update.apply(weights)
 
 
 @dataclass
@@ -145,18 +131,33 @@ class OnOneEngine:
                 assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 3}], path
 
     async def test_requests_under_load_survive_20_commits(self, live: Live) -> None:
-        stop = asyncio.Event()
-        done: list[int] = []
+        """None fails, and each says versions that were there while it was answered."""
+        committed, newest, stop = 0, 0, asyncio.Event()
+        answered: asyncio.Queue[None] = asyncio.Queue()
 
-        async def ask(number: int) -> None:
+        async def ask(session: aiohttp.ClientSession, number: int) -> None:
             while not stop.is_set():
-                tokens = await asyncio.to_thread(live.server.tokens, [number, 3, 4], 16)
-                done.append(len(tokens))
+                oldest = committed
+                request = body(prompt=[number, 3, 4], max_tokens=16)
+                url = f"{live.server.url}/v1/completions"
+                async with session.post(url, json=request) as response:
+                    assert response.status == 200, await response.text()
+                    (choice,) = (await response.json())["choices"]
+                assert len(choice["token_ids"]) == 16
+                spans = choice["weight_versions"]
+                assert [0, *(it["end"] for it in spans)] == [*(it["start"] for it in spans), 16]
+                versions = [it["version"] for it in spans]
+                assert versions == sorted(set(versions))
+                assert oldest <= versions[0] <= versions[-1] <= newest
+                answered.put_nowait(None)
 
-        clients = [asyncio.create_task(ask(number)) for number in range(4)]
-        for version in range(1, NUM_PATCHES + 1):
-            await advance(live.client, live.weights, version)
-        stop.set()
-        await asyncio.gather(*clients)
-        assert set(done) == {16}
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as clients:
+            for number in range(4):
+                clients.create_task(ask(session, number))
+            for version in range(1, NUM_PATCHES + 1):
+                await answered.get()
+                newest = version
+                await advance(live.client, live.weights, version)
+                committed = version
+            stop.set()
         assert (await live.client.verify()).digest == digest_of(live.weights)

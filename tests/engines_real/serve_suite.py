@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 import pytest
+from equality import checkout
 from real_kit import (
     PROMPTS,
     QUIET,
@@ -134,17 +135,6 @@ async def tokens(replica: Replica, prompt: Sequence[int]) -> list[int]:
     return found
 
 
-async def checkout(board: Path, version: int, base: Path) -> Path:
-    """The directory that `stitch checkout` writes."""
-    out = board.parent / f"checkout-{version}"
-    command = [sys.executable, "-m", "stitch.cli", "checkout", str(version), "--out", str(out)]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--board", str(board), "--run", "r", "--base", str(base), "--threads", "1"
-    )
-    assert await process.wait() == 0
-    return out
-
-
 async def loses_its_engine(replica: Replica, core_name: str) -> None:
     below = descendants(replica.process.pid)
     (core,) = (pid for pid in below if name_of(pid).startswith(core_name))
@@ -179,7 +169,7 @@ class Served:
                 answers = [await tokens(replica, prompt) for prompt in PROMPTS]
                 await loses_its_engine(replica, self.engine.core)
             assert "the engine" in errors.read_text()
-        fresh = self.engine(await checkout(tmp_path / "board", 3, model), tmp_path / "log")
+        fresh = self.engine(await checkout(tmp_path / "board", "r", 3, model), tmp_path / "log")
         try:
             assert [fresh.tokens(prompt) for prompt in PROMPTS] == answers
         finally:

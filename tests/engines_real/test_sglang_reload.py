@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from real_kit import RealSglang
-from reload_suite import Contract, Reloads, ServedByReloads
+from reload_suite import OnStockEngine, ServedByReloads
 
 
-class TestContractOnOneRank(Contract):
-    engine, kind, tp = RealSglang, "untied", 1
+class TestTiedOnOneRank(OnStockEngine):
+    engine, kind, tp = RealSglang, "tied", 1
 
 
-class TestContractOnTwoRanks(Contract):
+class TestUntiedOnTwoRanks(OnStockEngine):
     engine, kind, tp = RealSglang, "untied", 2
 
 
-class TestReloads(Reloads):
-    engine = RealSglang
-    kinds = (("tied", 1), ("untied", 2), ("moe", 2))
+class TestExpertsOnTwoRanks(OnStockEngine):
+    engine, kind, tp = RealSglang, "moe", 2
 
 
 class TestServed(ServedByReloads):

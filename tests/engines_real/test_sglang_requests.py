@@ -16,8 +16,11 @@ class TestRequests(OnOneEngine):
     }
 
 
+UNUSUAL = ("--disable-overlap-schedule", "--sleep-on-idle")
+
+
 class TestOverlappedRequests(TestRequests):
-    """With the scheduler that prepares a step while the one before runs, as on GPUs."""
+    """With the usual loop, which prepares a step while the one before runs, and never rests."""
 
     class engine(RealSglang):
-        args = tuple(arg for arg in RealSglang.args if arg != "--disable-overlap-schedule")
+        args = tuple(arg for arg in RealSglang.args if arg not in UNUSUAL)

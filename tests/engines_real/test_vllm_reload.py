@@ -8,25 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from equality import advance, at
 from real_kit import QUIET, RealVllm, digest_of
 from real_models import make_model, save
-from reload_suite import Contract, Live, Reloads, ServedByReloads, at, reloading, started
+from reload_suite import OnStockEngine, ServedByReloads, answers, reloading, started
 
 from stitch.errors import FatalReplicaError
 from stitch.testing.tiny import tiny_checkpoint
 
 
-class TestContractOnOneRank(Contract):
+class TestUntiedOnOneRank(OnStockEngine):
     engine, kind, tp = RealVllm, "untied", 1
 
 
-class TestContractOnTwoRanks(Contract):
+class TestUntiedOnTwoRanks(OnStockEngine):
     engine, kind, tp = RealVllm, "untied", 2
-
-
-class TestReloads(Reloads):
-    engine = RealVllm
-    kinds = (("untied", 1), ("untied", 2))
 
 
 class TestServed(ServedByReloads):
@@ -87,16 +83,16 @@ def model_of(dtype: str, *, tied: bool, directory: Path) -> Path:
 async def goes_and_comes_back(model: Path, place: Path, dtype: str) -> None:
     async with reloading(RealVllm, model, place, **SETTINGS[dtype]) as it:
         await it.engine.bind(at(0), digest_of(it.weights))
-        before = await it.answers()
-        await it.advance(1)
-        after = await it.answers()
+        before = await answers(it.url)
+        await advance(it.engine, it.weights, 1)
+        after = await answers(it.url)
         assert after != before
         checkpoint = save(it.weights, model, place / "v1")
         await it.engine.roll_back(at(0))
-        assert await it.answers() == before
+        assert await answers(it.url) == before
         await it.engine.close()
-    async with started(RealVllm, checkpoint, place / "log-1", **SETTINGS[dtype]) as (process, url):
-        assert await Live(it.engine, process, url, it.weights, it.salt).answers() == after
+    async with started(RealVllm, checkpoint, place / "log-1", **SETTINGS[dtype]) as url:
+        assert await answers(url) == after
 
 
 async def test_experts_that_do_not_load_twice_are_found_at_start(tmp_path: Path) -> None:
