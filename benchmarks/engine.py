@@ -60,14 +60,18 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--no-real", action="store_true", help="leave the real run out")
     parser.add_argument("--densities", default="0.05,0.1,0.5,3", help="in percent")
     parser.add_argument("--turns", type=int, default=7, help="commits for each row")
-    parser.add_argument("--commits", type=int, default=20, help="under load; 0: leave that out")
+    parser.add_argument(
+        "--commits", type=int, default=20, help="under load, a multiple of 4; 0: leave that out"
+    )
     parser.add_argument("--layers", type=int, default=28, help="fewer for a quick look")
-    parser.add_argument("--work", help="directory for the model and logs; default: temporary")
+    parser.add_argument("--work", help="where to put the model and logs; default: temporary")
     args = parser.parse_args()
     from benchmarks._engine_load import TURNS
 
     if args.commits < 0 or args.commits % TURNS:
         parser.error(f"--commits: a multiple of {TURNS}, the turns of the load")
+    if args.work and not os.path.isdir(args.work):
+        parser.error(f"--work: there is no directory {args.work}")
     return args
 
 
