@@ -30,6 +30,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[str]:
             for name, value in result["ratios"].items()
         ),
     )
+    yield f"Two threads get {result['second_cpu']:.2f} times as much arithmetic done as one."
 
 
 def _pivot(rows: Sequence[Row], title: str, key: str, cores: int) -> Iterator[str]:

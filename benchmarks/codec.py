@@ -7,7 +7,8 @@ have `data`, `density` (share of elements that changed), `codec`, `cores`,
 `bytes_per_changed_element` (whole patches with all their headers), `encode_gb_s` and `apply_gb_s`:
 gigabytes (10^9 bytes) of weights a second, counted once. `ratios` are the figures that the codec
 is held to, all from this run; `wanted` says what is wanted of each; `memory` and `growth` are what
-some of them are made of.
+some of them are made of. `second_cpu` is how many times as much plain arithmetic two threads get
+done here as one: 2 on two cores, little more than 1 on two hardware threads of one core.
 
 - Encode: two states in memory -> patch in memory, with all proofs: find + encode + digest. Stitch
   knows the digest of the old state, as its publisher does, and adds the changes to it.
@@ -73,6 +74,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks._codec_data import Synthetic, percent, real_folder
     from benchmarks._codec_figures import Figures
     from benchmarks._codec_growth import measure_growth
+    from benchmarks._codec_machine import second_cpu
     from benchmarks._codec_memory import measure_memory
     from benchmarks._codec_timing import codec_names
     from benchmarks._codec_wires import stitch_encodings
@@ -107,6 +109,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "wanted": wanted,
         "memory": memory,
         "growth": {name: round(value) for name, value in growth.items()},
+        "second_cpu": round(second_cpu(), 2),
     }
 
 
