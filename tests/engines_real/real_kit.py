@@ -201,7 +201,7 @@ class RealSglang(RealEngine):
     command = sglang_command
     args = (
         *("--device", "cpu", "--attention-backend", "torch_native"),
-        *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.1"),
+        *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"),
         *("--max-total-tokens", "8192", "--context-length", "512"),
         *("--max-running-requests", "8", "--disable-overlap-schedule", "--sleep-on-idle"),
     )

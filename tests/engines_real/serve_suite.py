@@ -126,6 +126,37 @@ async def spans_a_commit(replica: Replica, publisher: Publisher, weights: HostWe
     await replica.serves(3)
 
 
+async def outlives_a_bad_blob(
+    replica: Replica, publisher: Publisher, weights: HostWeights, board: Path
+) -> None:
+    """Version 3 is served while version 4 is damaged, and version 4 once it is whole."""
+    digest = digest_of(weights)
+    before = await tokens(replica, PROMPTS[0])
+    replica.process.send_signal(signal.SIGSTOP)  # until the damage is done
+    try:
+        await asyncio.to_thread(publish, publisher, weights, 4)
+        (blob,) = (board / "r" / "v" / f"{4:08d}").glob("*.patch")
+        whole = blob.read_bytes()
+        blob.chmod(0o644)
+        blob.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    finally:
+        replica.process.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            info = await replica.get("/server_info")
+            if "CorruptBlobError" in info["blocked"]:
+                break
+            await asyncio.sleep(0.1)
+    assert (info["applied"], "version 4" in info["blocked"]) == (3, True)
+    status, report = await replica.post("/verify", {})
+    assert (status, report["digest"]) == (200, digest)
+    assert await tokens(replica, PROMPTS[0]) == before
+    blob.write_bytes(whole)
+    await replica.serves(4)
+    status, report = await replica.post("/verify", {})
+    assert (status, report["digest"]) == (200, digest_of(weights))
+
+
 async def tokens(replica: Replica, prompt: Sequence[int]) -> list[int]:
     """Greedy tokens, as `RealEngine.tokens` asks for them."""
     body = request(24, prompt=list(prompt), return_token_ids=True)
@@ -167,6 +198,7 @@ class Served:
                 for path in ("/stitch/v1/describe", "/invocations", *self.engine.control):
                     assert (await replica.post(path, {}))[0] == 403
                 answers = [await tokens(replica, prompt) for prompt in PROMPTS]
+                await outlives_a_bad_blob(replica, publisher, weights, tmp_path / "board")
                 await loses_its_engine(replica, self.engine.core)
             assert "the engine" in errors.read_text()
         fresh = self.engine(await checkout(tmp_path / "board", "r", 3, model), tmp_path / "log")
