@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from codec_cases import from_words, same_bits
+from codec_cases import Slow, from_words, same_bits
 
-from stitch.codec import DigestState, PatchEncoder, decode_parts
+from stitch.codec import DigestState, PatchEncoder, decode_parts, warm
 from stitch.codec.encodings import ENCODINGS
 from stitch.tensors import HostWeights
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @cache
 def step(density: float) -> tuple[HostWeights, HostWeights, DigestState]:
-    """BF16 weights before and after, and the digest state before."""
+    """BF16 weights before and after, and the digest state before; all loops are compiled."""
     rng = np.random.default_rng(1)
     size = NUM_BUCKETS * BUCKET_ELEMENTS
     old = (rng.normal(0, 0.02, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -37,6 +37,7 @@ def step(density: float) -> tuple[HostWeights, HostWeights, DigestState]:
     moved = rng.random(size) < density
     new[moved] += rng.choice(np.array([1, -1]), int(moved.sum())).astype(np.uint16)
     before, after = (from_words({"a": ("BF16", words)}) for words in (old, new))
+    warm(before.schema)
     return before, after, DigestState.of(before, threads=1)
 
 
@@ -93,3 +94,28 @@ def test_a_step_in_which_most_changes_takes_four_buckets_a_thread(
     encode, apply = peaks("auto", threads, density)
     assert encode <= 4 * threads
     assert apply <= 4 * threads
+
+
+@pytest.mark.parametrize("density", [0.0003, 0.03])
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "auto"])
+def test_readers_that_copy_take_four_buckets(encoding: str, density: float) -> None:
+    """Two of them are a bucket's old and new words; no other bucket's are held meanwhile."""
+    old, new, before = step(density)
+
+    def encoded() -> list[bytes]:
+        encoder = PatchEncoder(
+            Slow(old),
+            Slow(new),
+            before=before,
+            encoding=encoding,
+            threads=1,
+            max_bucket_elements=BUCKET_ELEMENTS,
+        )
+        return list(encoder.parts())
+
+    encoded()  # loads what is loaded on first use
+    parts, encode_bytes = traced(encoded)
+    encode_bytes -= sum(map(len, parts))
+    (update, _), decode_bytes = traced(lambda: decode_parts(parts, Slow(old), before, threads=1))
+    assert (encode_bytes - FIXED_BYTES) / BUCKET_BYTES <= 4
+    assert (decode_bytes - update.num_bytes - FIXED_BYTES) / BUCKET_BYTES <= 4

@@ -172,25 +172,31 @@ class PatchEncoder:
         done: list[_Encoded] = []
         few: list[BucketChanges] = []
         for bucket in group:
-            changes = find_changes(bucket, self._old, self._new)
-            name = self._encoding
-            if name == "auto" and changes.num_changed:
-                name = choose(changes, self._decode)
-            if not changes.num_changed or name != "gaps" or changes.num_changed > MOST_SHARING:
-                done += self._encode_alone(changes, name)
+            found = self._encode_unless_few(bucket)
+            if not isinstance(found, BucketChanges):
+                done += found
                 continue
-            if sum(held.num_changed for held in few) + changes.num_changed > MOST_SHARING:
-                done.append(_encoded(merged(few), name))
+            if sum(held.num_changed for held in few) + found.num_changed > MOST_SHARING:
+                done.append(_encoded(merged(few), "gaps"))
                 few = []
-            changes.let_go()
-            few.append(changes)
+            few.append(found)
         if few:
             done.append(_encoded(merged(few), "gaps"))
         return done
 
-    def _encode_alone(self, changes: BucketChanges, name: str) -> list[_Encoded]:
-        """One bucket; several where so much changed that coding it takes too much memory."""
-        bucket = changes.bucket
+    def _encode_unless_few(self, bucket: Bucket) -> list[_Encoded] | BucketChanges:
+        """The bucket's changes if they are few enough to share a payload; else it, encoded.
+
+        It becomes several where so much changed that coding it at once takes too much memory. When
+        this returns, the words of the bucket are held no more.
+        """
+        changes = find_changes(bucket, self._old, self._new)
+        name = self._encoding
+        if name == "auto" and changes.num_changed:
+            name = choose(changes, self._decode)
+        if name == "gaps" and 0 < changes.num_changed <= MOST_SHARING:
+            changes.let_go()
+            return changes
         most = _most_elements(changes, name)
         if not changes.num_changed or bucket.num_elements <= most:
             return [_encoded(changes, name)]
