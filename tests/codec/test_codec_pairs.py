@@ -257,6 +257,19 @@ def test_a_table_with_too_many_pairs_is_refused() -> None:
         pairs.read(memoryview(head + bytes(widths)), 1, "test")
 
 
+def test_a_width_of_zero_in_two_bytes_is_refused() -> None:
+    """A table that would be right if it were none, or the beginning of a run."""
+    body = write_paired([7] * 4, [1, -1, 2, 1], 1, 0)
+    listed = struct.unpack_from("<H", body, 3)[0] + 1
+    for table in (b"\x80\0" + body[27:], b"\x80\0" + body[26:], b"\x80" + body[25:]):
+        for more in (-1, 0, 1):
+            forged = body[:3] + struct.pack("<H", listed - 1 + more) + body[5:25] + table
+            with pytest.raises(CorruptPatchError, match="do not sum"):
+                pairs.read(memoryview(forged), 4, "test")
+            with pytest.raises(AssertionError):
+                read_paired(forged, 4)
+
+
 def test_the_bits_read_past_the_end_are_always_spare() -> None:
     most = max(pairs.STEP_CLASSES + pairs.GAP_BITS - 1 - fine for fine in range(3))
     assert pairs.STATES * most + 64 <= 8 * pairs._SPARE_BYTES

@@ -51,7 +51,7 @@ def tokenise(word_bytes: int) -> Callable[..., Any]:
 
     Of ascending `positions` (k,) and the words there, sign and magnitude, whose steps are multiples
     of 2^shift: the cell of each change goes to cells (k,), how often each occurs is added to counts
-    (CELLS,), and the bits left over go to `address`, where the first byte is 0.
+    (CELLS,), and the bits left over go to `address`, where 8 bytes more may be overwritten.
     """
     word, signed = NUMPY_UINT[word_bytes], NUMPY_INT[word_bytes]
     number, _ = order(word_bytes, True)
@@ -148,7 +148,7 @@ def fill_slots() -> Callable[..., Any]:
     From the widths of `listed` cells as they travel: slots (TOTAL,), as `bin_loops.read` has them,
     with the numbers of cells that have a width in place of tokens; least (TOKENS,), the least gap
     of each; and sizes (TOKENS,): bits of the gap, and, times 256, of gap and step.
-    -1: the widths do not sum to TOTAL, the last is 0, or there are too many.
+    -1: the widths do not sum to TOTAL, the last is 0 or one in two bytes is, or there are too many.
     """
 
     def loop(table, listed, classes, fine, slots, least, sizes):  # type: ignore[no-untyped-def]
@@ -169,7 +169,7 @@ def fill_slots() -> Callable[..., Any]:
             if width >= 128:
                 width += (np.int64(table[at]) << 7) - 128
                 at += 1
-            if start + width > TOTAL or cells == TOKENS:
+            if width == 0 or start + width > TOTAL or cells == TOKENS:
                 return -1
             token = index // classes
             size = max(token >> fine, 1) - 1

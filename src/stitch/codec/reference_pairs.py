@@ -57,6 +57,8 @@ def read_paired(body: bytes, count: int) -> tuple[list[int], list[int]]:
     assert shift <= 15
     assert fine <= 2
     assert classes <= 16
+    assert last // classes <= tokenised((1 << 28) - 1, fine)[0]
+    assert min(states) >= LOWEST
     widths: list[int] = []
     while len(widths) <= last:
         width, following = body[at], body[at + 1]
@@ -66,6 +68,7 @@ def read_paired(body: bytes, count: int) -> tuple[list[int], list[int]]:
             at += 1
         elif width >= 128:
             widths.append(width - 128 + 128 * following)
+            assert widths[-1]
             at += 1
         else:
             widths.append(width)
