@@ -12,13 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import zstandard
 from blake3 import blake3
 from codec_cases import changed, mixed_schema, random_weights, same_bits
 
-from stitch.codec import Bucket, DigestState, PatchEncoder, decode_parts, read_header
+from stitch.codec import (
+    Bucket,
+    DigestState,
+    PatchEncoder,
+    decode_parts,
+    pairs,
+    read_header,
+    streams,
+)
 from stitch.codec.encodings import ENCODINGS, DecodedChanges, OldWords
 from stitch.codec.patch import PREAMBLE_BYTES, Entry, PatchHeader, payload_checksum, write_part
 from stitch.codec.words import Positions, Words
@@ -37,6 +46,8 @@ NAMED_ERRORS = (CorruptPatchError, UnsupportedFormatError, BaseMismatchError, Sc
 Choose = Callable[[int], int]
 
 BUCKET_ELEMENTS = 256
+FEW_CHANGES = 64
+"""A subject's `gaps` are paired streams from as many changes on, or else binned ones."""
 
 
 def subject_schema(every_width: bool) -> Schema:
@@ -91,7 +102,10 @@ def subject(every_width: bool = True) -> Subject:
             max_part_bytes=max_part_bytes,
             max_bucket_elements=BUCKET_ELEMENTS,
         )
-        return list(encoder.parts())
+        paired = mock.patch.multiple(pairs, _FEW=FEW_CHANGES, _DENSE=1)
+        binned = mock.patch.object(streams, "_MANY", FEW_CHANGES)
+        with paired, binned:
+            return list(encoder.parts())
 
     return Subject(
         old=old,

@@ -34,6 +34,7 @@ from pcodec import standalone
 from stitch.codec import Bucket, DigestState, PatchEncoder, decode_parts, reference, warm
 from stitch.codec.encodings import ENCODINGS
 from stitch.codec.patch import PREAMBLE_BYTES, most_header_bytes
+from stitch.codec.streams import BINS, PAIRS, PCODEC, RAW
 from stitch.errors import BaseMismatchError, CorruptPatchError
 from stitch.tensors import HostWeights
 
@@ -43,6 +44,11 @@ warm(SCHEMA)
 for _part in SUBJECT.parts.values():
     check_decoding([_part], SUBJECT)  # what is loaded on first use does not count as memory taken
 NAMES = st.sampled_from(sorted(ENCODINGS))
+
+
+def test_the_subject_has_streams_of_every_form_of_gaps() -> None:
+    forms = {payload[0] for payload in split(SUBJECT.parts["gaps"])[1]}
+    assert forms == {RAW, PCODEC, BINS, PAIRS}
 
 
 def choose_with(data: st.DataObject) -> Choose:

@@ -20,11 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "codec"))
 
 with atheris.instrument_imports(
     include=[
+        "stitch.codec.bins",
         "stitch.codec.buckets",
         "stitch.codec.compose",
         "stitch.codec.decode",
         "stitch.codec.encodings",
         "stitch.codec.header_checks",
+        "stitch.codec.pairs",
         "stitch.codec.patch",
         "stitch.codec.ranks.scales",
         "stitch.codec.ranks.table",
