@@ -27,7 +27,7 @@ from stitch.engines.launch import EngineProcess, free_port
 from stitch.engines.reload.engine import ReloadEngine
 from stitch.engines.reload.generations import Generations
 from stitch.engines.reload.launch import stock_command, stock_environment
-from stitch.errors import EngineError
+from stitch.errors import EngineError, FatalReplicaError
 from stitch.publish import Publisher
 from stitch.replica.reload_host import STOCK
 from stitch.tensors import HostWeights
@@ -139,6 +139,8 @@ class OnStockEngine(EngineContract):
     engine: ClassVar[type[RealEngine]]
     kind: ClassVar[str]
     tp: ClassVar[int]
+    goes_back: ClassVar[bool] = True
+    """After a reload that failed; else it is in doubt then, and of no further use."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -187,6 +189,8 @@ class OnStockEngine(EngineContract):
     async def test_a_stream_goes_on_over_a_reload_and_old_caches_are_not_used(
         self, live: Live
     ) -> None:
+        if self.kind == "tied":
+            pytest.skip("a tied head of random weights repeats one token in every version")
         await live.engine.bind(at(0), digest_of(live.weights))
         old = await ask(live.url, LONG_PROMPT)
         assert await ask(live.url, LONG_PROMPT) == old  # from the cache now
@@ -201,10 +205,11 @@ class OnStockEngine(EngineContract):
         new = await ask(live.url, LONG_PROMPT)
         assert new == await ask(live.url, LONG_PROMPT, **{live.salt: "never seen"}) != old
 
-    async def test_damage_that_the_engine_does_not_notice_ends_in_the_old_version(
+    async def test_damage_that_the_engine_does_not_notice_is_never_served(
         self, place: tuple[Path, str], live: Live
     ) -> None:
-        """What it loads was damaged after it was proven, and the engine reports success."""
+        """What it loads was damaged after it was proven, and the engine reports success. The last
+        test of all, as the engine may end up in doubt."""
         await live.engine.bind(at(0), digest_of(live.weights))
         before = await answers(live.url)
         await live.engine.stage("a", at(0), at(1), real_change(live.weights, seed=1))
@@ -213,6 +218,10 @@ class OnStockEngine(EngineContract):
         data = bytearray(file.read_bytes())
         data[-2] ^= 0x10
         file.write_bytes(bytes(data))
+        if not self.goes_back:
+            with pytest.raises(FatalReplicaError, match="in doubt"):
+                await live.engine.commit("a")
+            return
         with pytest.raises(EngineError, match="went back"):
             await live.engine.commit("a")
         assert (await live.engine.describe()).ref == at(0)

@@ -23,6 +23,7 @@ class TestUntiedOnOneRank(OnStockEngine):
 
 class TestUntiedOnTwoRanks(OnStockEngine):
     engine, kind, tp = RealVllm, "untied", 2
+    goes_back = False
 
 
 class TestServed(ServedByReloads):
