@@ -117,6 +117,23 @@ def test_reading_around_changes_holds_a_bucket_at_a_time(monkeypatch: pytest.Mon
     assert update.num_changed == again.num_changed
 
 
+@pytest.mark.parametrize("density", [0.01, 1.0])
+def test_each_bucket_is_read_once(density: float) -> None:
+    """Also where so much changed that comparing only counts it, and it is listed later."""
+    old = random_weights(schema_of(a=("BF16", (50_000,)), b=("I8", (70_000,))), 1)
+    reader = Copying(changed(old, density, 2))
+    encoder = encode.PatchEncoder(
+        old,
+        reader,
+        before=DigestState.of(old),
+        encoding="gaps",
+        threads=1,
+        max_bucket_elements=40_000,
+    )
+    assert len(list(encoder.parts())) == 1
+    assert sum(reader.sizes) == old.schema.num_elements
+
+
 def test_groups_are_of_one_dtype_and_fit_one_bucket() -> None:
     quarter = MAX_BUCKET_ELEMENTS // 4
     sizes = [quarter, quarter, quarter, quarter, 1, quarter, 4 * quarter, 8, 8]

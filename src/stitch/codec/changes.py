@@ -105,7 +105,8 @@ class BucketChanges:
         return self.num_changed / self.bucket.num_elements
 
     def let_go(self) -> None:
-        """Hold listed changes only: all words will be read again if they are asked for."""
+        """Hold the list of changes only: all words will be read again if they are asked for."""
+        self._all()
         self._held_old = self._held_new = None
 
     def blocks(self) -> Iterator[Listed]:
