@@ -28,6 +28,8 @@ MOST_FINE = 2
 """Bits of a gap's token after the leading one are at most this many."""
 CELLS = 128 * STEP_CLASSES
 """Room for all pairs of a gap's token and a step's class."""
+_TABLE_BYTES = 4 * TOKENS + 2 * CELLS // 256
+"""At most: two bytes for each width and for zeros before it, and two for each 256 zeros more."""
 MOST_SHIFT = 15
 _FEW, _DENSE = 4096, 8
 """Changes, and elements for each change, below which other streams are smaller."""
@@ -85,12 +87,12 @@ def _write(changes: BucketChanges, fine: int) -> bytes | None:
     used = np.flatnonzero(counts)
     if used.size > TOKENS:
         return None
-    found = np.zeros(TOKENS, np.int64)
-    found[: used.size] = counts[used]
+    used_counts = np.zeros(TOKENS, np.int64)
+    used_counts[: used.size] = counts[used]
     widths, starts = np.empty((2, TOKENS), np.uint32)
     inverses = np.empty(TOKENS)
-    scratch = np.empty(6 * TOKENS, np.uint8)
-    bin_loops.measure()(found, widths, starts, inverses, scratch)
+    table = np.empty(_TABLE_BYTES, np.uint8)
+    bin_loops.measure()(used_counts, widths, starts, inverses, table)
     by_cell = np.empty((2, CELLS), np.uint32)
     by_cell[:, used] = widths[: used.size], starts[: used.size]
     inverse_by_cell = np.empty(CELLS)
@@ -99,9 +101,9 @@ def _write(changes: BucketChanges, fine: int) -> bytes | None:
     states = np.empty(STATES, np.uint64)
     first = bin_loops.push(2)(cells, *by_cell, inverse_by_cell, words, states)
     classes = int((used & (STEP_CLASSES - 1)).max()) + 1
-    listed, table_bytes = pair_loops.write_table()(used, widths, classes, scratch)
+    listed, table_bytes = pair_loops.write_table()(used, widths, classes, table)
     head = _HEAD.pack(shift, fine, classes - 1, listed - 1, *states.tolist(), words.size - first)
-    arrays = scratch[:table_bytes], words[first:], bits[: -(-num_bits // 8)]
+    arrays = table[:table_bytes], words[first:], bits[: -(-num_bits // 8)]
     return b"".join([head, *(array.tobytes() for array in arrays)])
 
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from stitch.codec import kernels
 from stitch.codec.buckets import ALIGNMENT, DEFAULT_BUCKET_ELEMENTS, Bucket, Slice
-from stitch.codec.changes import BucketChanges, SliceBounds, bounds_by_slice, read_slice
+from stitch.codec.changes import BucketChanges, bounds_by_slice, read_slice
 from stitch.codec.words import WORD_DTYPES, Positions, Words
 from stitch.tensors.host import HostWeights
 from stitch.tensors.reader import WeightReader
 
 Reads = Literal["changed", "bucket"]
 
-_Row = tuple[Slice, SliceBounds]
+
+class _Row(NamedTuple):
+    """A slice, and the bounds of its positions; see `changes.SliceBounds`."""
+
+    piece: Slice
+    lo: int
+    hi: int
+    offset: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,26 +85,28 @@ class OldWords:
         else:
             gains, ends, num_bad = np.empty((0, 2), np.uint64), [], 0
             for rows in self._runs(positions):
-                lo, hi = rows[0][1][0], rows[-1][1][1]
-                part = positions[lo:hi]
-                part -= rows[0][1][2]
+                part = slice(rows[0].lo, rows[-1].hi)
+                positions[part] -= rows[0].offset
                 held: list[Words] = []
                 found = kernels.take_steps(
                     self._read_around(rows, positions, held),
                     dtype,
-                    part,
-                    steps[lo:hi],
-                    olds[lo:hi],
-                    news[lo:hi],
+                    positions[part],
+                    steps[part],
+                    olds[part],
+                    news[part],
                 )
                 gains = np.concatenate([gains, found[0]])
-                ends += [lo + end for end in found[1]]
+                ends += [part.start + end for end in found[1]]
                 num_bad += found[2]
         decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=gains, ends=ends)
         return decoded, num_bad
 
     def with_gains(self, found: DecodedChanges) -> DecodedChanges:
-        """Listed changes with their gains and ends, where these cost no reading."""
+        """Listed changes with their gains and ends, where these cost no reading.
+
+        Their positions, the same array, then count from the start of their tensors.
+        """
         if found.gains is not None or found.positions is None:
             return found
         places = self._places()
@@ -108,32 +117,32 @@ class OldWords:
 
     def _runs(self, positions: Positions) -> Iterator[list[_Row]]:
         """The slices in runs whose words may be held at a time, with the bounds of each."""
-        rows = zip(self.bucket.slices, bounds_by_slice(self.bucket, positions), strict=True)
+        bounds = bounds_by_slice(self.bucket, positions)
         run: list[_Row] = []
         room = DEFAULT_BUCKET_ELEMENTS
-        for piece, bounds in rows:
+        for piece, (lo, hi, offset) in zip(self.bucket.slices, bounds, strict=True):
             if run and piece.num_elements > room:
                 yield run
                 run, room = [], DEFAULT_BUCKET_ELEMENTS
-            run.append((piece, bounds))
+            run.append(_Row(piece, lo, hi, offset))
             room -= piece.num_elements
         yield run
 
     def _read_around(
         self, rows: Sequence[_Row], positions: Positions, held: list[Words]
     ) -> kernels.Places:
-        """Places of the words around ascending `positions`; what was read is added to `held`.
+        """Places of the words around the rows' positions; what was read is added to `held`.
 
-        `positions` count from the start of the first row; its bounds still from the bucket's.
+        These positions count from the start of the first row, the rows' offsets from the bucket's.
         """
         schema, width = self.weights.schema, self.bucket.word_bytes
         places = np.zeros((len(rows), len(kernels.PLACE)), np.int64)
-        for place, (piece, (lo, hi, offset)) in zip(places, rows, strict=True):
+        for place, (piece, lo, hi, offset) in zip(places, rows, strict=True):
             place[:2] = piece.start, piece.num_elements
             if hi == lo:
                 continue
             num_words = schema.tensors[piece.tensor].num_words
-            to_tensor = piece.start - offset + rows[0][1][2]
+            to_tensor = piece.start - offset + rows[0].offset
             begin = (positions.item(lo) + to_tensor) // ALIGNMENT * ALIGNMENT
             end = min(num_words, positions.item(hi - 1) + to_tensor + ALIGNMENT)
             end -= end % ALIGNMENT if end < num_words else 0
