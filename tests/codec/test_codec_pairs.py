@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,6 +242,18 @@ def test_broken_bodies_are_refused(body: bytes, message: str) -> None:
 def test_another_number_of_changes_is_refused(count: int) -> None:
     with pytest.raises(CorruptPatchError, match="does not hold"):
         pairs.read(memoryview(body_with()), count, "test")
+
+
+def test_a_short_body_takes_little_memory_whatever_number_is_asked_for() -> None:
+    body = memoryview(body_with())
+    pairs.read(body, 4, "test")  # loads what is loaded on first use
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptPatchError, match="does not hold"):
+            pairs.read(body, MAX_BUCKET_ELEMENTS, "test")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_bit_after_the_last_is_refused() -> None:

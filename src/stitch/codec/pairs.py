@@ -143,6 +143,8 @@ def read(body: memoryview, count: int, what: str) -> tuple[Positions, Steps]:
         raise CorruptPatchError(f"{what}: the parts of a paired stream do not fit its length")
     words = data[start : bits_start + 2 * STATES].view(np.uint16)
     num_bits = 8 * (len(body) - bits_start)
+    if count > num_bits:  # each change has at least one; so a short body never asks for much memory
+        raise CorruptPatchError(f"{what}: the paired stream does not hold {count} changes")
     positions, steps = np.empty(count, np.int64), np.empty(count, np.int16)
     ends = np.zeros(3, np.uint64)
     left = np.array(states, np.uint64)
