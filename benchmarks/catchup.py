@@ -33,7 +33,7 @@ from benchmarks._catchup_steps import training
 from benchmarks._codec_data import Synthetic, copy_of, real_folder, real_steps
 from benchmarks._command import command_line, table_of
 from stitch.board import Board, ObjectInfo, Run, open_board
-from stitch.board.store import ObjectStore, StoreOver
+from stitch.board.stores.store import ObjectStore, StoreOver
 from stitch.codec import PatchEncoder, diff_update
 from stitch.mirror import Mirror
 from stitch.publish import Publisher

@@ -8,7 +8,7 @@ import pytest
 from board_kit import NO_WAITS
 
 from stitch.board import Board, open_board
-from stitch.board.store import memory_store
+from stitch.board.stores.store import memory_store
 
 
 @pytest.fixture(params=["memory", "directory"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stitch.board import open_board
-from stitch.board.addresses import BoardAddress, check_endpoint, parse_address
+from stitch.board.stores.addresses import BoardAddress, check_endpoint, parse_address
 from stitch.errors import UsageError
 
 CANARY = "C4NARYx9QpZ7sWt3LkVb8NhRf2Yd"

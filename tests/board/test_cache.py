@@ -20,8 +20,8 @@ import pytest
 from board_kit import NO_WAITS, new_run, publish
 
 from stitch.board import BlobCache, Board, Run, Staging, open_board
-from stitch.board.caching_store import CachingStore
-from stitch.board.transfer import PIECE_BYTES
+from stitch.board.transfers.caching_store import CachingStore
+from stitch.board.transfers.transfer import PIECE_BYTES
 from stitch.errors import CorruptBlobError, StoreError, StoreUnsuitableError, UsageError
 from stitch.records import BlobRef
 from stitch.testing.faults import FaultyStore
@@ -328,7 +328,7 @@ def test_a_full_disk_is_read_past(
 
     actual: Callable[[int, bytes], int] = os.write
     with monkeypatch.context() as patched:
-        patched.setattr("stitch.board.cache.os.write", fills_up)
+        patched.setattr("stitch.board.transfers.cache.os.write", fills_up)
         assert read(cached) == data
         assert writes == 2
         assert list(folder.iterdir()) == []

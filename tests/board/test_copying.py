@@ -27,13 +27,13 @@ from board_kit import (
 )
 
 from stitch.board import Board, Run, keys, open_board
-from stitch.board.collect import Collector
 from stitch.board.copying import BoardCopier, Copied, follow
 from stitch.board.copying.objects import IN_MEMORY_BYTES
 from stitch.board.copying.removed import joined
-from stitch.board.retention import RetentionPolicy
-from stitch.board.retired import Retention
-from stitch.board.store import ObjectStore, memory_store
+from stitch.board.keeping.collect import Collector
+from stitch.board.keeping.retention import RetentionPolicy
+from stitch.board.keeping.retired import Retention
+from stitch.board.stores.store import ObjectStore, memory_store
 from stitch.errors import (
     CopyConflictError,
     CorruptBlobError,

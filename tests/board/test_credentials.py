@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stitch.board.credentials import (
+from stitch.board.stores.credentials import (
     aws_provider,
     aws_region,
     azure_connection,

@@ -17,8 +17,8 @@ import pytest
 from board_kit import NO_WAITS, heartbeat, new_run, publish
 
 from stitch.board import open_board
-from stitch.board.directory import DirectoryStore, open_directory
 from stitch.board.keys import TEMPORARY_FOLDER
+from stitch.board.stores.directory import DirectoryStore, open_directory
 from stitch.errors import StoreError, StoreFullError, StoreUnsuitableError
 
 
@@ -138,7 +138,8 @@ def test_heartbeats_are_atomic_but_cost_no_sync(
 def test_the_kernel_sees_sync_link_and_folder_sync_in_this_order(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     code = (
-        "import sys; from pathlib import Path; from stitch.board.directory import open_directory;"
+        "import sys; from pathlib import Path;"
+        "from stitch.board.stores.directory import open_directory;"
         "open_directory(Path(sys.argv[1]), create=True).put('r/v/k', b'x', mode='create')"
     )
     command = ["strace", "-f", "-y", "-o", str(trace), "-e", "trace=fsync,link,linkat,rename"]

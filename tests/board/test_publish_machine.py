@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from publish_machine import machine_on
 
-from stitch.board.directory import open_directory
-from stitch.board.store import ObjectStore, memory_store
+from stitch.board.stores.directory import open_directory
+from stitch.board.stores.store import ObjectStore, memory_store
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory"])

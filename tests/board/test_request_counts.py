@@ -8,7 +8,7 @@ from pathlib import Path
 from board_kit import NO_WAITS, fill, publish
 
 from stitch.board import Board
-from stitch.board.store import memory_store
+from stitch.board.stores.store import memory_store
 from stitch.testing.faults import FaultyStore
 
 SHORT, LONG = 10, 10_000

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stitch.board import AnchorStep, Board, ObjectInfo, PutMode, Run, keys, plan_route, spans
-from stitch.board.collect import Collected, Collector
-from stitch.board.retention import DAY_S, RetentionPolicy
-from stitch.board.retired import Mark, Retention, is_deletable, ranges
-from stitch.board.store import ObjectStore, memory_store
+from stitch.board.keeping.collect import Collected, Collector
+from stitch.board.keeping.retention import DAY_S, RetentionPolicy
+from stitch.board.keeping.retired import Mark, Retention, is_deletable, ranges
+from stitch.board.stores.store import ObjectStore, memory_store
 from stitch.errors import (
     CorruptBlobError,
     CorruptRecordError,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stitch.board import Board, MergedStep, PatchStep, Route, Run, keys, plan_route, spans
-from stitch.board.store import memory_store
+from stitch.board.stores.store import memory_store
 from stitch.errors import CorruptRecordError, NoRouteError
 from stitch.records import AnchorRecord, BlobRef
 from stitch.testing.faults import FaultyStore

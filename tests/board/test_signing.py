@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from stitch.board import Board, Run, keys, open_board
 from stitch.board.copying import BoardCopier
-from stitch.board.directory import open_directory
-from stitch.board.signed_store import Signing, sign_record
-from stitch.board.signing import Signer, TrustedKeys, generate
-from stitch.board.store import ObjectStore
+from stitch.board.stores.directory import open_directory
+from stitch.board.stores.signed_store import Signing, sign_record
+from stitch.board.stores.signing import Signer, TrustedKeys, generate
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import (
     CorruptRecordError,
     PublishConflictError,

@@ -14,10 +14,10 @@ import pytest
 from board_kit import NO_WAITS, new_run
 
 from stitch.board import Board, Staging, open_board
-from stitch.board.blobs import put_blob
-from stitch.board.staging import KEEP_S
-from stitch.board.store import ObjectStore
-from stitch.board.transfer import PIECE_BYTES
+from stitch.board.stores.store import ObjectStore
+from stitch.board.transfers.blobs import put_blob
+from stitch.board.transfers.staging import KEEP_S
+from stitch.board.transfers.transfer import PIECE_BYTES
 from stitch.errors import CorruptBlobError, StoreError, StoreFullError, StoreUnsuitableError
 from stitch.records import BlobRef
 from stitch.testing.faults import FaultyStore
@@ -124,7 +124,7 @@ def test_a_full_disk_gives_its_space_back(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("stitch.board.staging.os.fsync", full)
+        patched.setattr("stitch.board.transfers.staging.os.fsync", full)
         with pytest.raises(StoreFullError, match="No space left"):
             fetch(tmp_path / "s", store, ref)
     assert not (tmp_path / "s").exists()

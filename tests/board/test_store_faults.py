@@ -12,7 +12,7 @@ from board_kit import NO_WAITS, digest, heartbeat, manifest, new_run, publish, p
 
 from stitch.board import Board, Patience, keys, probe_create_if_absent
 from stitch.board.heads import Heads
-from stitch.board.store import ObstoreStore, PutMode, memory_store
+from stitch.board.stores.store import ObstoreStore, PutMode, memory_store
 from stitch.errors import (
     CorruptBlobError,
     PublishConflictError,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stitch.board.directory import open_directory
-from stitch.board.store import ObjectStore, memory_store
+from stitch.board.stores.directory import open_directory
+from stitch.board.stores.store import ObjectStore, memory_store
 from stitch.testing.faults import FaultyStore
 from stitch.testing.store_contract import StoreContract
 

@@ -9,8 +9,8 @@ import pytest
 from replica_kit import replica_of, until
 
 from stitch.board import Board, keys, open_board
-from stitch.board.signed_store import Signing
-from stitch.board.signing import TrustedKeys, generate
+from stitch.board.stores.signed_store import Signing
+from stitch.board.stores.signing import TrustedKeys, generate
 from stitch.errors import UntrustedRecordError
 from stitch.publish import Publisher
 from stitch.testing.published import IMPATIENT, PublishedRun, copy_of, published_run

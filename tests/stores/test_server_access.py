@@ -17,7 +17,7 @@ from store_kit import OpenBoard
 from store_servers import ACCOUNT, BUCKET, Server
 
 from stitch.board import Board, open_board
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import StoreError, StoreUnsuitableError, UsageError
 from stitch.testing.fault_proxy import FaultProxy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stitch.board import Board
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.testing.store_contract import StoreContract
 
 

@@ -11,7 +11,7 @@ from store_kit import OpenBoard
 from store_servers import Server
 
 from stitch.board import Board, Run
-from stitch.board.transfer import PIECE_BYTES
+from stitch.board.transfers.transfer import PIECE_BYTES
 from stitch.errors import (
     CorruptBlobError,
     PublishConflictError,

@@ -9,7 +9,7 @@ from publish_machine import machine_on
 from store_kit import OpenBoard
 from store_servers import Server
 
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 
 
 @pytest.mark.timeout(600)

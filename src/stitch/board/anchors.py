@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stitch.board import blobs, keys
-from stitch.board.creation import Patience, create_record
-from stitch.board.directory import sync_path
-from stitch.board.staging import Staging
-from stitch.board.store import ObjectStore
-from stitch.board.store_errors import translated
+from stitch.board import keys
+from stitch.board.stores.creation import Patience, create_record
+from stitch.board.stores.directory import sync_path
+from stitch.board.stores.store import ObjectStore
+from stitch.board.stores.store_errors import translated
+from stitch.board.transfers import blobs
+from stitch.board.transfers.staging import Staging
 from stitch.errors import (
     BaseMismatchError,
     CorruptRecordError,

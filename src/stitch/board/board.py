@@ -7,24 +7,25 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stitch.board import blobs, keys
-from stitch.board.addresses import parse_address
-from stitch.board.cache import BlobCache
-from stitch.board.caching_store import CachingStore
-from stitch.board.cloud import cloud_store
-from stitch.board.creation import (
+from stitch.board import keys
+from stitch.board.epochs import Epochs
+from stitch.board.log import Run
+from stitch.board.schemas import pack_schema
+from stitch.board.stores.addresses import parse_address
+from stitch.board.stores.cloud import cloud_store
+from stitch.board.stores.creation import (
     MAX_RECORD_BYTES,
     Patience,
     create_record,
 )
-from stitch.board.directory import open_directory
-from stitch.board.epochs import Epochs
-from stitch.board.log import Run
-from stitch.board.probe import probe_create_if_absent
-from stitch.board.schemas import pack_schema
-from stitch.board.signed_store import SignedStore, Signing, as_signing, claimed_signer
-from stitch.board.signing import Signer, TrustedKeys
-from stitch.board.store import ObjectStore, memory_store
+from stitch.board.stores.directory import open_directory
+from stitch.board.stores.probe import probe_create_if_absent
+from stitch.board.stores.signed_store import SignedStore, Signing, as_signing, claimed_signer
+from stitch.board.stores.signing import Signer, TrustedKeys
+from stitch.board.stores.store import ObjectStore, memory_store
+from stitch.board.transfers import blobs
+from stitch.board.transfers.cache import BlobCache
+from stitch.board.transfers.caching_store import CachingStore
 from stitch.errors import CorruptRecordError, RunExistsError, RunNotFoundError, UsageError
 from stitch.records import BlobRef, EpochRecord, RunRecord
 from stitch.types import Schema, check_run_name
@@ -176,7 +177,7 @@ def open_board(
     trusted_keys: TrustedKeys | Sequence[Path] | None = None,
 ) -> Board:
     """Open the board at an address: a directory, `file://`, `memory://NAME`, `s3://`, `gs://` or
-    `az://` (see `stitch.board.addresses` for their forms and options).
+    `az://` (see `stitch.board.stores.addresses` for their forms and options).
 
     A missing directory is made if `create` is set, else StoreUnsuitableError. Boards of one
     memory name share their content within the process. Clouds are not asked anything yet. Blobs

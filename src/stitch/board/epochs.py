@@ -10,10 +10,10 @@ import threading
 import time
 
 from stitch.board import keys
-from stitch.board.creation import Patience, create_record
 from stitch.board.process import is_gone, this_process
 from stitch.board.sequence import last_in_sequence
-from stitch.board.store import ObjectStore
+from stitch.board.stores.creation import Patience, create_record
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import CorruptRecordError, UnsupportedFormatError
 from stitch.records import EpochRecord
 from stitch.types import MAX_VERSION

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from stitch.board import keys
 from stitch.board.hints import read_hint
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import StoreError
 from stitch.failpoints import reach
 from stitch.records import Head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from stitch.board import keys
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
 from stitch.records import Heartbeat
 

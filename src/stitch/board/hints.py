@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
 
 log = logging.getLogger("stitch.board")

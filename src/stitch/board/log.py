@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stitch.board import anchors, blobs, heartbeats, keys
+from stitch.board import anchors, heartbeats, keys
 from stitch.board.anchor_list import read_anchor_list, write_anchor_list
 from stitch.board.anchors import Progress
 from stitch.board.heads import Heads
+from stitch.board.keeping.retired import Retention, read_retention
 from stitch.board.manifests import Manifests
 from stitch.board.merged import MergedPatches, list_merged
-from stitch.board.retired import Retention, read_retention
 from stitch.board.schemas import read_schema
-from stitch.board.staging import Staging
+from stitch.board.transfers import blobs
+from stitch.board.transfers.staging import Staging
 from stitch.errors import (
     BaseMismatchError,
     SchemaMismatchError,

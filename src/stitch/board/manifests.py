@@ -7,10 +7,10 @@ import threading
 from collections import OrderedDict
 
 from stitch.board import keys
-from stitch.board.creation import Patience, create_record
 from stitch.board.heads import Heads
 from stitch.board.sequence import last_in_sequence
-from stitch.board.store import ObjectStore
+from stitch.board.stores.creation import Patience, create_record
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import (
     CorruptRecordError,
     PublishConflictError,

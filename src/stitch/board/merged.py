@@ -6,9 +6,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from stitch.board import blobs, keys, spans
-from stitch.board.creation import Patience, create_record
-from stitch.board.store import ObjectStore
+from stitch.board import keys, spans
+from stitch.board.stores.creation import Patience, create_record
+from stitch.board.stores.store import ObjectStore
+from stitch.board.transfers import blobs
 from stitch.errors import BaseMismatchError, CorruptRecordError, SchemaMismatchError, UsageError
 from stitch.records import MergedPatch, RunRecord
 

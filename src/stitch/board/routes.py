@@ -21,8 +21,8 @@ from stitch.records import AnchorRecord, Manifest, MergedPatch, PatchRecord
 from stitch.types import check_version
 
 if TYPE_CHECKING:
+    from stitch.board.keeping.retired import Retention
     from stitch.board.log import Run
-    from stitch.board.retired import Retention
 
 
 @dataclass(frozen=True)

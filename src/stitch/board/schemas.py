@@ -5,8 +5,8 @@ from __future__ import annotations
 import zstandard
 
 from stitch.board import keys
-from stitch.board.creation import MAX_RECORD_BYTES
-from stitch.board.store import ObjectStore
+from stitch.board.stores.creation import MAX_RECORD_BYTES
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import CorruptRecordError, SchemaMismatchError
 from stitch.strict_json import load_json
 from stitch.types import DTYPE_BITS, Schema, TensorSpec

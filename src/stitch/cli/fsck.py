@@ -10,7 +10,7 @@ from stitch.cli.context import Context
 from stitch.cli.flags import positive_int
 
 if TYPE_CHECKING:
-    from stitch.board.scrub import Reached, Scrubbed
+    from stitch.board.keeping.scrub import Reached, Scrubbed
 
 DESCRIPTION = """\
 Read every record and blob of a run and check sizes, BLAKE3 and the chain of digests.
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     from stitch.board import keys
-    from stitch.board.scrub import scrub
+    from stitch.board.keeping.scrub import scrub
 
     run = context.run
     with context.console.progress("reading") as progress:

@@ -12,8 +12,8 @@ from stitch.cli.context import Context
 from stitch.config import add_flags, setting
 
 if TYPE_CHECKING:
-    from stitch.board.collect import Collected
-    from stitch.board.retention import RetentionPlan, RetentionPolicy
+    from stitch.board.keeping.collect import Collected
+    from stitch.board.keeping.retention import RetentionPlan, RetentionPolicy
 
 DESCRIPTION = """\
 Remove old patches, merged patches and anchors that nothing kept depends on. Without
@@ -39,7 +39,7 @@ class GcConfig:
     )
 
     def policy(self) -> RetentionPolicy:
-        from stitch.board.retention import RetentionPolicy
+        from stitch.board.keeping.retention import RetentionPolicy
 
         return RetentionPolicy(
             keep_versions=self.keep_versions,
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    from stitch.board.collect import Collected, Collector
+    from stitch.board.keeping.collect import Collected, Collector
 
     given = {name: getattr(args, name) for name in GcConfig.__dataclass_fields__}
     config = context.load(GcConfig, "gc", given)

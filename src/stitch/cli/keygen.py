@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    from stitch.board.signing import generate
+    from stitch.board.stores.signing import generate
 
     public = args.file.with_name(f"{args.file.name}.pub")
     signer = generate(args.file, public)

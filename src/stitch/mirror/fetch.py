@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stitch.board import Run, Staging
-from stitch.board.staging import staging_folder
+from stitch.board.transfers.staging import staging_folder
 from stitch.errors import CorruptBlobError, StoreError
 from stitch.failpoints import reach
 from stitch.records import AnchorRecord, Manifest, MergedPatch

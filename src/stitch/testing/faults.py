@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stitch.board.store import ObjectInfo, ObjectStore, PutMode
-from stitch.board.store_errors import ObjectTooLargeError
+from stitch.board.stores.store import ObjectInfo, ObjectStore, PutMode
+from stitch.board.stores.store_errors import ObjectTooLargeError
 from stitch.errors import StitchError, StoreError, StoreFullError
 from stitch.testing.planned import PlannedFault, Requests
 

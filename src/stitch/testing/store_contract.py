@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from stitch.board.probe import probe_create_if_absent
-from stitch.board.store import ObjectStore
-from stitch.board.store_errors import ObjectTooLargeError
-from stitch.board.transfer import PIECE_BYTES, read_ahead
+from stitch.board.stores.probe import probe_create_if_absent
+from stitch.board.stores.store import ObjectStore
+from stitch.board.stores.store_errors import ObjectTooLargeError
+from stitch.board.transfers.transfer import PIECE_BYTES, read_ahead
 from stitch.errors import StoreError
 
 NUM_RACERS = 16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stitch.board import keys, spans
 from stitch.board.copying.objects import NUM_AHEAD, Carrier, Copied
-from stitch.board.retired import read_retention
+from stitch.board.keeping.retired import read_retention
 from stitch.errors import (
     CorruptBlobError,
     CorruptRecordError,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stitch.board import blobs
-from stitch.board.creation import MAX_RECORD_BYTES, create_record
-from stitch.board.staging import Staging, staging_folder
+from stitch.board.stores.creation import MAX_RECORD_BYTES, create_record
+from stitch.board.transfers import blobs
+from stitch.board.transfers.staging import Staging, staging_folder
 from stitch.errors import (
     CopyConflictError,
     CorruptBlobError,

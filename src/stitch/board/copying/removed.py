@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stitch.board import keys
-from stitch.board.retired import Retention, read_retention
+from stitch.board.keeping.retired import Retention, read_retention
 
 if TYPE_CHECKING:
     from stitch.board.board import Board

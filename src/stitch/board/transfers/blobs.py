@@ -9,10 +9,10 @@ from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
-from stitch.board.creation import Patience
-from stitch.board.store import ObjectStore
-from stitch.board.store_errors import ObjectTooLargeError
-from stitch.board.transfer import PIECE_BYTES, read_ahead
+from stitch.board.stores.creation import Patience
+from stitch.board.stores.store import ObjectStore
+from stitch.board.stores.store_errors import ObjectTooLargeError
+from stitch.board.transfers.transfer import PIECE_BYTES, read_ahead
 from stitch.errors import CorruptBlobError, PublishConflictError
 from stitch.records import BlobRef
 

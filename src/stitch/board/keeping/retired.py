@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from stitch.board import keys
 from stitch.board.hints import read_hint
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.records import FORMAT
 from stitch.strict_json import Fields, canonical_json
 from stitch.types import BLOB_NAME

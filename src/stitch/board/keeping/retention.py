@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stitch.board import keys, spans
-from stitch.board.inventory import Inventory
-from stitch.board.retired import Retention, ranges
+from stitch.board.keeping.inventory import Inventory
+from stitch.board.keeping.retired import Retention, ranges
 from stitch.board.routes import AnchorStep, MergedStep, PatchStep, Route, Step, plan_route
-from stitch.board.store import ObjectInfo
+from stitch.board.stores.store import ObjectInfo
 from stitch.errors import (
     CorruptRecordError,
     NoRouteError,

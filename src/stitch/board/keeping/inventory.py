@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stitch.board import keys, retired
-from stitch.board.store import ObjectInfo
+from stitch.board import keys
+from stitch.board.keeping import retired
+from stitch.board.stores.store import ObjectInfo
 
 if TYPE_CHECKING:
     from stitch.board.log import Run

@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from stitch.board.staging import check_private, is_at
-from stitch.board.store_errors import translated
+from stitch.board.stores.store_errors import translated
+from stitch.board.transfers.staging import check_private, is_at
 from stitch.errors import UsageError
 from stitch.failpoints import reach
 from stitch.records import BlobRef

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from stitch.board.creation import Patience
 from stitch.board.keys import PROBE_FOLDER
-from stitch.board.store import ObjectStore
+from stitch.board.stores.creation import Patience
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import StoreError, StoreFullError, StoreUnsuitableError
 
 log = logging.getLogger("stitch.board")

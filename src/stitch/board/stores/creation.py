@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stitch.board.store import ObjectStore
+from stitch.board.stores.store import ObjectStore
 from stitch.errors import StoreError, StoreFullError
 
 log = logging.getLogger("stitch.board")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stitch.board import keys
-from stitch.board.signing import Signer, TrustedKeys
-from stitch.board.store import ObjectStore, PutMode, StoreOver
+from stitch.board.stores.signing import Signer, TrustedKeys
+from stitch.board.stores.store import ObjectStore, PutMode, StoreOver
 from stitch.errors import CorruptRecordError, UntrustedRecordError
 from stitch.strict_json import canonical_json, load_json
 

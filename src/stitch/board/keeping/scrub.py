@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stitch.board import blobs, keys
-from stitch.board.creation import Patience
-from stitch.board.inventory import Inventory
-from stitch.board.retired import Retention
+from stitch.board import keys
+from stitch.board.keeping.inventory import Inventory
+from stitch.board.keeping.retired import Retention
 from stitch.board.spans import Span
+from stitch.board.stores.creation import Patience
+from stitch.board.transfers import blobs
 from stitch.errors import (
     CorruptBlobError,
     CorruptRecordError,

@@ -13,7 +13,7 @@ from obstore.store import ObjectStore as Backend
 from stitch.errors import StoreError
 
 if TYPE_CHECKING:
-    from stitch.board.store import ObjectStore
+    from stitch.board.stores.store import ObjectStore
 
 UPLOAD_CHUNK_BYTES = 8 * 2**20
 UPLOAD_CONCURRENCY = 4

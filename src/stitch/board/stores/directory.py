@@ -24,9 +24,9 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore
 
 from stitch.board.keys import TEMPORARY_FOLDER, kind_of
-from stitch.board.store import ObjectInfo, ObstoreStore, PutMode, operation
-from stitch.board.store_errors import store_error, translated
-from stitch.board.uploads import UPLOAD_CHUNK_BYTES, UPLOAD_CONCURRENCY
+from stitch.board.stores.store import ObjectInfo, ObstoreStore, PutMode, operation
+from stitch.board.stores.store_errors import store_error, translated
+from stitch.board.stores.uploads import UPLOAD_CHUNK_BYTES, UPLOAD_CONCURRENCY
 from stitch.errors import StoreError, StoreUnsuitableError
 from stitch.failpoints import reach
 

@@ -23,10 +23,10 @@ from typing import BinaryIO, Self, TypeVar
 
 from blake3 import blake3
 
-from stitch.board import blobs
-from stitch.board.creation import Patience
-from stitch.board.store import ObjectStore
-from stitch.board.store_errors import translated
+from stitch.board.stores.creation import Patience
+from stitch.board.stores.store import ObjectStore
+from stitch.board.stores.store_errors import translated
+from stitch.board.transfers import blobs
 from stitch.errors import StoreFullError, StoreUnsuitableError
 from stitch.failpoints import reach
 from stitch.records import BlobRef

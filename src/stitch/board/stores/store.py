@@ -19,13 +19,13 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore
 from obstore.store import ObjectStore as Backend
 
-from stitch.board.store_errors import (
+from stitch.board.stores.store_errors import (
     ObjectTooLargeError,
     check_absence,
     http_status,
     translated,
 )
-from stitch.board.uploads import UPLOAD_CHUNK_BYTES, check_upload, upload_in_parts
+from stitch.board.stores.uploads import UPLOAD_CHUNK_BYTES, check_upload, upload_in_parts
 from stitch.errors import StoreUnsuitableError
 
 PutMode = Literal["create", "overwrite", "unique"]

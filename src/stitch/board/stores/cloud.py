@@ -16,14 +16,14 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 from obstore.store import ObjectStore as Backend
 
-from stitch.board.addresses import BoardAddress, check_endpoint
-from stitch.board.credentials import (
+from stitch.board.stores.addresses import BoardAddress, check_endpoint
+from stitch.board.stores.credentials import (
     aws_provider,
     aws_region,
     azure_connection,
     google_provider,
 )
-from stitch.board.store import ObstoreStore
+from stitch.board.stores.store import ObstoreStore
 from stitch.errors import StoreUnsuitableError, UsageError
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stitch.board import keys
-from stitch.board.inventory import Inventory
-from stitch.board.probe import probe_key
-from stitch.board.retention import RetentionPlan, RetentionPolicy, plan_retention
-from stitch.board.retired import MAX_MARK_BYTES, Mark
-from stitch.board.store import ObjectInfo
+from stitch.board.keeping.inventory import Inventory
+from stitch.board.keeping.retention import RetentionPlan, RetentionPolicy, plan_retention
+from stitch.board.keeping.retired import MAX_MARK_BYTES, Mark
+from stitch.board.stores.probe import probe_key
+from stitch.board.stores.store import ObjectInfo
 from stitch.errors import CorruptRecordError, StoreError, UnsupportedFormatError
 from stitch.failpoints import reach
 

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from stitch.board import blobs
-from stitch.board.cache import BlobCache, Filling, pieces_of
-from stitch.board.creation import Patience
-from stitch.board.store import ObjectStore, StoreOver
+from stitch.board.stores.creation import Patience
+from stitch.board.stores.store import ObjectStore, StoreOver
+from stitch.board.transfers import blobs
+from stitch.board.transfers.cache import BlobCache, Filling, pieces_of
 from stitch.failpoints import reach
 from stitch.records import BlobRef
 

@@ -1,0 +1,1 @@
+"""What is kept of a run: retention, collection of garbage, and checking what is there."""
