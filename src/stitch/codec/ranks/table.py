@@ -41,22 +41,18 @@ ESCAPES = 10
 def write_table(table: Table) -> bytes:
     """The table's bytes, without their number."""
     out = bytearray()
+    append = out.append
     for row in table.tolist():
-        ratio = (row[RATIO] - LOWEST_RATIO) // RATIO_STEP
-        out.append(row[ID])
-        out.append(row[GAP_SHIFT] | ratio << 5)
-        out.append(row[VALUE_SHIFT] << 2 | row[FLIPS] << 1 | row[INVERTED])
-        for number in row[LANE_CHANGED] + (row[LANE_CODED] if row[INVERTED] else []):
-            _append_varint(out, number)
-        _append_varint(out, row[BASE] << 1 | row[DOWN])
+        append(row[ID])
+        append(row[GAP_SHIFT] | (row[RATIO] - LOWEST_RATIO) // RATIO_STEP << 5)
+        append(row[VALUE_SHIFT] << 2 | row[FLIPS] << 1 | row[INVERTED])
+        coded = row[LANE_CODED] if row[INVERTED] else []
+        for number in (*row[LANE_CHANGED], *coded, row[BASE] << 1 | row[DOWN]):
+            while number >= 0x80:
+                append(number & 0x7F | 0x80)
+                number >>= 7
+            append(number)
     return bytes(out)
-
-
-def _append_varint(out: bytearray, number: int) -> None:
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
 
 
 def read_table(
