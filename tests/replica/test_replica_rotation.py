@@ -126,7 +126,7 @@ async def test_one_refusal_is_borne_and_many_are_not(published: PublishedRun) ->
         engine.refusals = rotation.MAX_REFUSALS - 1
         await until(lambda: not engine.refusals, "the refusals")
         looks = len(engine.looks)
-        await until(lambda: engine.begun > begun, "the next look")
+        await until(lambda: len(engine.looks) > looks, "the next look")
         engine.refusals = rotation.MAX_REFUSALS
         assert "cannot say what it holds" in str(await replica.failure())
 
