@@ -6,7 +6,7 @@ import os
 import random
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +32,29 @@ from stitch.codec.encodings.port import OldWords
 from stitch.codec.reference_pairs import read_paired, write_paired
 from stitch.codec.streams import PAIRS
 from stitch.codec.ulp import steps_between, take_steps
-from stitch.codec.words import WORD_DTYPES
+from stitch.codec.words import WORD_DTYPES, Positions, Words
 from stitch.errors import CorruptPatchError
 from stitch.tensors import HostWeights
 
 FLOATS = {"F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2}
 GOLDEN = Path(__file__).parent / "golden_streams" / "pairs.stream"
+
+
+def changed_by(
+    steps: Sequence[int], positions: Positions, old: Words, dtype: str, num_elements: int
+) -> BucketChanges:
+    """The changes that take `steps` (k,) at ascending `positions` (k,), where `old` words are."""
+    new = take_steps(old, np.asarray(steps, f"<i{old.itemsize}"), dtype)
+    nowhere = HostWeights.allocate(schema_of())
+    return BucketChanges(
+        bucket=Bucket(dtype, (Slice(0, 0, num_elements),)),
+        positions=positions,
+        old=old,
+        new=new,
+        gains=(),
+        old_weights=nowhere,
+        new_weights=nowhere,
+    )
 
 
 def changes_of(
@@ -51,16 +68,7 @@ def changes_of(
     old = rng.integers(0, 2 * top, count).astype(WORD_DTYPES[width])
     steps = rng.integers(1, most + 1, count) * rng.choice([-1, 1], count) << shift
     steps[: count // 8] = -top >> shift << shift
-    new = take_steps(old, steps.astype(f"<i{width}"), dtype)
-    return BucketChanges(
-        bucket=Bucket(dtype, (Slice(0, 0, num_elements),)),
-        positions=positions,
-        old=old,
-        new=new,
-        gains=(),
-        old_weights=HostWeights.allocate(schema_of()),
-        new_weights=HostWeights.allocate(schema_of()),
-    )
+    return changed_by(steps, positions, old, dtype, num_elements)
 
 
 def gaps_and_steps(changes: BucketChanges) -> tuple[list[int], list[int]]:
@@ -122,16 +130,7 @@ def test_the_size_is_near_the_entropy() -> None:
     count, share = 60_000, 0.004
     changes = changes_of("BF16", round(count / share), count, most=1)
     steps = np.where(np.arange(count) % 7 < 3, 1, -1).astype(np.int16)
-    new = take_steps(changes.old, steps, "BF16")
-    fair = BucketChanges(
-        bucket=changes.bucket,
-        positions=changes.positions,
-        old=changes.old,
-        new=new,
-        gains=(),
-        old_weights=changes.old_weights,
-        new_weights=changes.new_weights,
-    )
+    fair = changed_by(steps, changes.positions, changes.old, "BF16", changes.bucket.num_elements)
     bits = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share + 1
     assert len(body_of(fair)) < count * bits / 8 * 1.01 + 200
 
@@ -160,15 +159,7 @@ def test_more_kinds_of_pairs_than_a_stream_has_room_for() -> None:
     positions = (np.cumsum(np.array(gaps) + 1) - 1)[keep]
     steps = steps[keep]
     old = np.full(steps.size, 0x2000, np.uint16)
-    changes = BucketChanges(
-        bucket=Bucket("BF16", (Slice(0, 0, MAX_BUCKET_ELEMENTS),)),
-        positions=positions,
-        old=old,
-        new=take_steps(old, steps, "BF16"),
-        gains=(),
-        old_weights=HostWeights.allocate(schema_of()),
-        new_weights=HostWeights.allocate(schema_of()),
-    )
+    changes = changed_by(steps, positions, old, "BF16", MAX_BUCKET_ELEMENTS)
     assert pairs._write(changes, 1) is None
     assert pairs._write(changes, 0) is None
     assert pairs.write(changes) is None
@@ -184,15 +175,7 @@ def test_the_golden_stream_still_reads_and_writes_the_same() -> None:
     steps = np.array([(1 + (n >> 20) % 3) * (-1) ** (n >> 10) for n in drawn], np.int16)
     old = np.array([n & 0x3FFF for n in drawn], np.uint16)
     positions = np.cumsum(gaps) - 1
-    changes = BucketChanges(
-        bucket=Bucket("BF16", (Slice(0, 0, 1 << 20),)),
-        positions=positions,
-        old=old,
-        new=take_steps(old, steps, "BF16"),
-        gains=(),
-        old_weights=HostWeights.allocate(schema_of()),
-        new_weights=HostWeights.allocate(schema_of()),
-    )
+    changes = changed_by(steps, positions, old, "BF16", 1 << 20)
     if os.environ.get("STITCH_WRITE_GOLDEN"):
         GOLDEN.write_bytes(body_of(changes))
     golden = GOLDEN.read_bytes()

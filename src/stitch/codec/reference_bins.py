@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,32 +29,56 @@ def untokenised(token: int, fine: int) -> tuple[int, int]:
     return (token - (r << fine)) << r, r
 
 
+def shares(counts: Mapping[int, int]) -> list[int]:
+    """A width for each token up to the last in use, near its share, 1 at least."""
+    widths = [0] * (max(counts) + 1)
+    left = TOTAL - len(counts)
+    for token, count in counts.items():
+        widths[token] = 1 + left * count // sum(counts.values())
+    widths[-1] += TOTAL - sum(widths)
+    return widths
+
+
+def pushed(tokens: Sequence[int], widths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The four states and the words that hold the tokens."""
+    states, words = [LOWEST] * 4, []
+    for i, token in reversed(list(enumerate(tokens))):
+        x, width = states[i % 4], widths[token]
+        if x >= width << 20:
+            words.append(x % 65536)
+            x >>= 16
+        states[i % 4] = x // width * TOTAL + x % width + sum(widths[:token])
+    return states, words[::-1]
+
+
+def popped(count: int, widths: Sequence[int], states: list[int], words: list[int]) -> Iterator[int]:
+    """The `count` tokens that states and words hold, which are then used up."""
+    slots = [(token, c) for token, width in enumerate(widths) for c in range(width)]
+    for i in range(count):
+        x = states[i % 4]
+        token, offset = slots[x % TOTAL]
+        x = widths[token] * (x // TOTAL) + offset
+        states[i % 4] = x * 65536 + words.pop(0) if x < LOWEST else x
+        yield token
+    assert states == [LOWEST] * 4
+    assert not words
+
+
 def write_binned(numbers: Sequence[int], dtype: np.dtype[Any], fine: int, shift: int) -> bytes:
     """The body of a stream holding `numbers`, all of them multiples of 2^shift."""
     parts = [n >> shift for n in numbers]
     if dtype.kind == "i":
         parts = [2 * v if v >= 0 else -2 * v - 1 for v in parts]
     coded = [tokenised(u, fine) for u in parts]
-    counts = Counter(token for token, _, _ in coded)
-    widths = [0] * (max(counts) + 1)
-    left = TOTAL - len(counts)
-    for token, count in counts.items():
-        widths[token] = 1 + left * count // len(coded)
-    widths[max(counts)] += TOTAL - sum(widths)
-    states, words = [LOWEST] * 4, []
-    for i, (token, _, _) in reversed(list(enumerate(coded))):
-        x, width = states[i % 4], widths[token]
-        if x >= width << 20:
-            words.append(x % 65536)
-            x >>= 16
-        states[i % 4] = x // width * TOTAL + x % width + sum(widths[:token])
+    widths = shares(Counter(token for token, _, _ in coded))
+    states, words = pushed([token for token, _, _ in coded], widths)
     bits = size = 0
     for _, r, low in coded:
         bits |= low << size
         size += r
     head = struct.pack("<BBB4II", shift, fine, len(widths) - 1, *states, len(words))
     table = b"".join(bytes([w]) if w < 128 else bytes([w % 128 + 128, w // 128]) for w in widths)
-    tail = struct.pack(f"<{len(words)}H", *reversed(words))
+    tail = struct.pack(f"<{len(words)}H", *words)
     return head + table + tail + bits.to_bytes(-(-size // 32) * 4, "little")
 
 
@@ -75,21 +99,14 @@ def read_binned(body: bytes, count: int, dtype: np.dtype[Any]) -> list[int]:
     packed = body[at + 2 * num_words :]
     bits, place = int.from_bytes(packed, "little"), 0
     assert len(packed) % 4 == 0
-    slots = [(token, c) for token, width in enumerate(widths) for c in range(width)]
     numbers = []
-    for i in range(count):
-        x = states[i % 4]
-        token, offset = slots[x % TOTAL]
-        x = widths[token] * (x // TOTAL) + offset
-        states[i % 4] = x * 65536 + words.pop(0) if x < LOWEST else x
+    for token in popped(count, widths, states, words):
         u, r = untokenised(token, fine)
         u += (bits >> place) % (1 << r)
         place += r
         if dtype.kind == "i":
             u = u // 2 if u % 2 == 0 else -(u + 1) // 2
         numbers.append(u << shift)
-    assert states == [LOWEST] * 4
-    assert not words
     assert bits >> place == 0
     assert -(-place // 32) * 4 == len(packed)
     return numbers

@@ -6,7 +6,15 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 
-from stitch.codec.reference_bins import LOWEST, TOTAL, tokenised, untokenised
+from stitch.codec.reference_bins import (
+    LOWEST,
+    TOTAL,
+    popped,
+    pushed,
+    shares,
+    tokenised,
+    untokenised,
+)
 
 
 def write_paired(gaps: Sequence[int], steps: Sequence[int], fine: int, shift: int) -> bytes:
@@ -21,20 +29,9 @@ def write_paired(gaps: Sequence[int], steps: Sequence[int], fine: int, shift: in
         size += r + s
         coded.append((token, s - 1))
     classes = max(c for _, c in coded) + 1
-    counts = Counter(token * classes + c for token, c in coded)
-    widths = [0] * (max(counts) + 1)
-    left = TOTAL - len(counts)
-    for pair, count in counts.items():
-        widths[pair] = 1 + left * count // len(coded)
-    widths[max(counts)] += TOTAL - sum(widths)
-    states, words = [LOWEST] * 4, []
-    for i, (token, c) in reversed(list(enumerate(coded))):
-        pair = token * classes + c
-        x, width = states[i % 4], widths[pair]
-        if x >= width << 20:
-            words.append(x % 65536)
-            x >>= 16
-        states[i % 4] = x // width * TOTAL + x % width + sum(widths[:pair])
+    tokens = [token * classes + c for token, c in coded]
+    widths = shares(Counter(tokens))
+    states, words = pushed(tokens, widths)
     head = struct.pack("<BBBH4II", shift, fine, classes - 1, len(widths) - 1, *states, len(words))
     table, zeros = bytearray(), 0
     for width in widths:
@@ -46,7 +43,7 @@ def write_paired(gaps: Sequence[int], steps: Sequence[int], fine: int, shift: in
         zeros = int(width == 0)
         if width:
             table += bytes([width] if width < 128 else [width % 128 + 128, width // 128])
-    tail = struct.pack(f"<{len(words)}H", *reversed(words))
+    tail = struct.pack(f"<{len(words)}H", *words)
     return head + bytes(table) + tail + bits.to_bytes(-(-size // 8), "little")
 
 
@@ -79,13 +76,8 @@ def read_paired(body: bytes, count: int) -> tuple[list[int], list[int]]:
     words = list(struct.unpack_from(f"<{num_words}H", body, at))
     packed = body[at + 2 * num_words :]
     bits, place = int.from_bytes(packed, "little"), 0
-    slots = [(pair, c) for pair, width in enumerate(widths) for c in range(width)]
     gaps, steps = [], []
-    for i in range(count):
-        x = states[i % 4]
-        pair, offset = slots[x % TOTAL]
-        x = widths[pair] * (x // TOTAL) + offset
-        states[i % 4] = x * 65536 + words.pop(0) if x < LOWEST else x
+    for pair in popped(count, widths, states, words):
         gap, r = untokenised(pair // classes, fine)
         gaps.append(gap + (bits >> place) % (1 << r))
         s = pair % classes + 1
@@ -93,8 +85,6 @@ def read_paired(body: bytes, count: int) -> tuple[list[int], list[int]]:
         steps.append((-1 if twice % 2 else 1) * (twice // 2) << shift)
         assert -32768 <= steps[-1] <= 32767
         place += r + s
-    assert states == [LOWEST] * 4
-    assert not words
     assert bits >> place == 0
     assert -(-place // 8) == len(packed)
     return gaps, steps
