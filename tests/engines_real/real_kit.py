@@ -140,15 +140,7 @@ class RealEngine:
 
     def tokens(self, prompt: Sequence[int], num_tokens: int = 24, **more: Any) -> list[int]:
         """Greedy tokens for a prompt of token ids."""
-        body = {
-            "model": "tiny",
-            "prompt": list(prompt),
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **more,
-        }
+        body = greedy(prompt, num_tokens, **more)
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
             data=json.dumps(body).encode(),
@@ -215,6 +207,19 @@ class RealSglang(RealEngine):
         if tp == 1:
             return (), {}
         return ("--tp-size", str(tp)), {"SGLANG_CPU_OMP_THREADS_BIND": cores(tp)}
+
+
+def greedy(prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+    """The body of a request for so many greedy tokens after a prompt of token ids."""
+    return {
+        "model": "tiny",
+        "prompt": list(prompt),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
 
 
 def cores(count: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import aiohttp
 import pytest
 from equality import at, equal_to_fresh_engines_after_1_and_20_patches
-from real_kit import PROMPTS, QUIET, START_S, RealEngine, digest_of, wait_for_the_end_of
+from real_kit import PROMPTS, QUIET, START_S, RealEngine, digest_of, greedy, wait_for_the_end_of
 from real_models import load, make_model, real_change
 from requests_suite import LONG_PROMPT
 from serve_suite import Replica, publish, serving, spans_a_commit, tokens
@@ -49,7 +49,7 @@ class Live:
 
 async def ask(url: str, prompt: Sequence[int], num_tokens: int = 24, **more: Any) -> list[int]:
     """Greedy tokens."""
-    body = request(prompt, num_tokens, **more)
+    body = greedy(prompt, num_tokens, **more)
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{url}/v1/completions", json=body) as response,
@@ -61,18 +61,6 @@ async def ask(url: str, prompt: Sequence[int], num_tokens: int = 24, **more: Any
 
 async def answers(url: str) -> list[list[int]]:
     return [await ask(url, prompt) for prompt in (*PROMPTS, LONG_PROMPT)]
-
-
-def request(prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "prompt": list(prompt),
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
 
 
 @contextlib.asynccontextmanager
@@ -233,7 +221,7 @@ async def stream_over(live: Live, stage_id: str) -> tuple[list[int], int]:
     """The tokens of a long stream, and how many had come when the commit was over."""
     tokens: list[int] = []
     committed_after = 0
-    body = request(SHORT_PROMPT, NUM_TOKENS, stream=True)
+    body = greedy(SHORT_PROMPT, NUM_TOKENS, stream=True)
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{live.url}/v1/completions", json=body) as response,
@@ -298,7 +286,7 @@ class ServedByReloads:
 
 async def proven(replica: Replica, weights: HostWeights, version: int) -> None:
     """Answers are stamped, and the engine's weights are those of the version."""
-    status, answer = await replica.post("/v1/completions", request([5, 6, 7], 4))
+    status, answer = await replica.post("/v1/completions", greedy([5, 6, 7], 4))
     assert status == 200, answer
     assert (answer["weight_version_start"], answer["weight_version_end"]) == (version, version)
     status, report = await replica.post("/verify", {})

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import aiohttp
 import pytest
 from equality import NUM_PATCHES, advance, at
-from real_kit import RealEngine, digest_of
+from real_kit import RealEngine, digest_of, greedy
 from real_models import make_model
 
 from stitch.engines.control import ControlClient
@@ -31,8 +31,7 @@ class Live:
 
 
 def body(**more: Any) -> dict[str, Any]:
-    usual = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
-    return {**usual, "ignore_eos": True, "return_token_ids": True, **more}
+    return greedy(PROMPT, NUM_TOKENS, **more)
 
 
 async def events(live: Live, **more: Any) -> AsyncIterator[Any]:
