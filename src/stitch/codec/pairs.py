@@ -1,6 +1,6 @@
 """Paired streams: a gap and the step after it as one token, coded by rANS, and raw bits.
 
-They take half the time of two binned streams, at the same size. See docs/format.md.
+Less work than two binned streams, at nearly the same size. See docs/format.md.
 """
 
 from __future__ import annotations
