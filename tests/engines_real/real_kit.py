@@ -209,8 +209,11 @@ class RealSglang(RealEngine):
         return ("--tp-size", str(tp)), {"SGLANG_CPU_OMP_THREADS_BIND": cores(tp)}
 
 
-def greedy(prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
-    """The body of a request for so many greedy tokens after a prompt of token ids."""
+def greedy(prompt: Sequence[int], num_tokens: int, /, **more: Any) -> dict[str, Any]:
+    """The body of a request for so many greedy tokens after a prompt of token ids.
+
+    `more` goes over it, a prompt of another shape included.
+    """
     return {
         "model": "tiny",
         "prompt": list(prompt),
