@@ -72,7 +72,7 @@ def classes_of_scales(scales: Words, dtype: str) -> Words:
 
 def _by_scale(piece: Slice, blocks: BlockScales, weights: WeightReader) -> Words:
     """A class (n,) u8 for each element of a slice: that of its block's old scale."""
-    from stitch.codec.ranks import position_loops
+    from stitch.codec.ranks import scale_loops
 
     schema = weights.schema
     spec = schema.tensors[blocks.tensor]
@@ -87,7 +87,7 @@ def _by_scale(piece: Slice, blocks: BlockScales, weights: WeightReader) -> Words
     begin = first_row // blocks.rows * per_row
     scales = weights.read(spec.name, begin + skipped, begin + wanted)
     classes = np.empty(piece.num_elements, np.uint8)
-    position_loops.spread_blocks()(
+    scale_loops.spread_blocks()(
         classes_of_scales(scales, spec.dtype),
         (per_row, row_words, blocks.rows, blocks.words),
         (first_row % blocks.rows, first_column, skipped),

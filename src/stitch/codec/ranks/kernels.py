@@ -57,12 +57,12 @@ class Coded:
 
 def warm(word_bytes: int, ordered: bool) -> None:
     """Compile what words of this kind need, or load it from numba's cache."""
-    from stitch.codec.ranks import class_loops, coder_loops, plan_loops, position_loops
+    from stitch.codec.ranks import class_loops, coder_loops, place_loops, plan_loops, rank_loops
 
-    position_loops.rank_words(word_bytes)
-    position_loops.place_words(word_bytes, word_bytes, ordered)
+    rank_loops.rank_words(word_bytes)
+    place_loops.place_words(word_bytes, word_bytes, ordered)
     for make in (
-        position_loops.unfold_gaps,
+        place_loops.unfold_gaps,
         class_loops.encode,
         class_loops.decode,
         coder_loops.fold,
@@ -76,16 +76,17 @@ def encode(
     slices: Iterable[ClassWords], positions: Positions, values: Values, flips: Flips
 ) -> Coded:
     """Code changes at ascending `positions` (k,), k >= 1, of a bucket made of `slices`."""
-    from stitch.codec.ranks import class_loops, coder_loops, plan_loops, position_loops
+    from stitch.codec.ranks import class_loops, coder_loops, plan_loops, rank_loops
+    from stitch.codec.ranks.tile_loops import NUM_KEYS
 
     num_changed = positions.size
-    counts = np.zeros(position_loops.NUM_KEYS, np.uint32)
+    counts = np.zeros(NUM_KEYS, np.uint32)
     ranks = np.empty(num_changed, np.uint32)
     keys = np.empty(num_changed, np.uint16)
     origin = lo = 0
     for part in slices:
         hi = int(np.searchsorted(positions, origin + part.words.size))
-        rank = position_loops.rank_words(part.words.itemsize)
+        rank = rank_loops.rank_words(part.words.itemsize)
         shape = (np.uint64(part.shift), np.uint64(part.mask))
         rank(part.words, *shape, positions[lo:hi], origin, counts, ranks[lo:hi], keys[lo:hi])
         origin, lo = origin + part.words.size, hi
@@ -176,7 +177,7 @@ def place(
     and magnitude. Raises CorruptPatchError unless every class has exactly the words that the table
     needs, and every value leads to a word.
     """
-    from stitch.codec.ranks import position_loops as loops
+    from stitch.codec.ranks import place_loops as loops
 
     num_changed = values.size
     waits = np.empty(num_changed, np.uint32)
