@@ -27,7 +27,7 @@ from stitch.errors import BaseMismatchError, CorruptPatchError, SchemaMismatchEr
 from stitch.tensors.reader import WeightReader
 from stitch.types import Schema
 
-_LITTLE_WORK = 1 << 18
+_LITTLE_WORK = 1 << 16
 """Words to look at below which threads would take longer to start than to do it."""
 
 

@@ -33,7 +33,7 @@ MOST_LISTED = 1 << 18
 
 Listing and coding takes some 50 bytes for each change.
 """
-MOST_SHARING = MOST_LISTED
+MOST_SHARING = 1 << 16
 """Changes of several buckets that are coded as those of one, so that few changes cost little."""
 _GROUP = 4
 """Buckets that one thread takes at a time."""
