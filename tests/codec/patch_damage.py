@@ -314,7 +314,9 @@ def bucket_positions(found: DecodedChanges, bucket: Bucket) -> Positions:
     """The positions (k,), counted along the bucket."""
     assert found.positions is not None
     positions, lo, offset = found.positions.copy(), 0, 0
-    for piece, hi in zip(bucket.slices, found.ends or (), strict=found.ends is not None):
+    if found.ends is None:
+        return positions
+    for piece, hi in zip(bucket.slices, found.ends.tolist(), strict=True):
         positions[lo:hi] += offset - piece.start
         lo, offset = hi, offset + piece.num_elements
     return positions

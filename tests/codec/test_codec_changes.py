@@ -103,7 +103,7 @@ def test_taking_steps_equals_the_reference(width: int, is_float: bool) -> None:
         gains, ends, bad = kernels.take_steps(places, dtype, moved, steps, olds, news)
         lanes = gains[1]
         assert bad == 0
-        assert ends == [0, positions.size]
+        assert ends.tolist() == [0, positions.size]
         assert np.array_equal(moved, positions)
         assert not gains[0].any()
         assert np.array_equal(olds, old[positions])
@@ -125,7 +125,7 @@ def test_steps_that_are_zero_or_too_wide_are_counted(width: int) -> None:
     places = np.array([[8, 12, old.ctypes.data, 20], [0, 8, old.ctypes.data, 20]])
     positions = np.arange(20)
     _, ends, bad = kernels.take_steps(places, dtype, positions, steps, olds, news)
-    assert ends == [12, 20]
+    assert ends.tolist() == [12, 20]
     assert positions.tolist() == [*range(8, 20), *range(8)]
     assert bad == (4 if width == 1 else 2)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,30 +245,57 @@ def test_wrong_arguments_are_named() -> None:
         decode_parts([b""], a, DigestState.of(b))
 
 
-def test_a_failing_reader_fails_the_encoder_and_stops_its_threads() -> None:
-    old = random_weights(schema_of(w=("BF16", (1000,))), 1)
+class Watched(Slow):
+    """Counts the reads that have begun, and those that have not ended."""
 
-    class Broken(Slow):
-        def read(self, name: str, start: int, stop: int) -> object:
-            if start > 200:
+    def __init__(self, weights: HostWeights, broken_from: int | None = None) -> None:
+        super().__init__(weights)
+        self._broken_from = broken_from
+        self._lock = threading.Lock()
+        self.begun = self.in_flight = 0
+
+    def read(self, name: str, start: int, stop: int) -> Any:
+        with self._lock:
+            self.begun += 1
+            self.in_flight += 1
+        try:
+            time.sleep(0.01)
+            if self._broken_from is not None and start > self._broken_from:
                 raise OSError("gone")
             return super().read(name, start, stop)
+        finally:
+            with self._lock:
+                self.in_flight -= 1
 
-    encoder = PatchEncoder(old, Broken(old), max_bucket_elements=64, threads=3)
+    def is_left_alone(self) -> bool:
+        """Whether nobody reads, and nobody does for a while."""
+        begun = self.begun
+        assert begun > 0
+        if self.in_flight:
+            return False
+        time.sleep(0.1)
+        return self.begun == begun
+
+
+def test_a_failing_reader_fails_the_encoder_and_nothing_more_is_read() -> None:
+    old = random_weights(schema_of(w=("BF16", (4000,))), 1)
+    new = Watched(old, broken_from=200)
+    encoder = PatchEncoder(old, new, max_bucket_elements=64, threads=3)
     with pytest.raises(OSError, match="gone"):
         list(encoder.parts())
-    assert not [t for t in threading.enumerate() if t.name.startswith("stitch-codec")]
+    assert new.is_left_alone()
+    assert new.begun < 40
 
 
-def test_an_abandoned_encoder_leaves_no_threads() -> None:
-    old = random_weights(mixed_schema(), 1)
-    encoder = PatchEncoder(
-        old, changed(old, 0.6, 2), max_part_bytes=100, max_bucket_elements=64, threads=3
-    )
+def test_of_an_abandoned_encoder_nothing_goes_on() -> None:
+    old = random_weights(schema_of(w=("BF16", (4000,))), 1)
+    new = Watched(changed(old, 0.6, 2))
+    encoder = PatchEncoder(old, new, max_part_bytes=100, max_bucket_elements=64, threads=3)
     parts: Iterator[bytes] = encoder.parts()
     next(parts)
     del parts
-    assert not [t for t in threading.enumerate() if t.name.startswith("stitch-codec")]
+    assert new.is_left_alone()
+    assert new.begun < 60
 
 
 def test_progress_reaches_the_total() -> None:

@@ -121,7 +121,7 @@ def read(body: memoryview, count: int, dtype: np.dtype[Any], what: str) -> Numbe
         or used_words != num_words
         or -(-used_bits // 32) != num_bit_words
         or (used_bits % 32 and int(bits[num_bit_words - 1]) >> used_bits % 32)
-        or (left != LOWEST_STATE).any()
+        or left.tolist() != [LOWEST_STATE] * STATES
     ):
         raise CorruptPatchError(f"{what}: the binned stream does not hold {count} numbers")
     return numbers

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from stitch.errors import CorruptPatchError
 from stitch.types import DTYPE_BITS, Schema
 
@@ -43,6 +46,11 @@ class Bucket:
     @cached_property
     def num_elements(self) -> int:
         return sum(piece.num_elements for piece in self.slices)
+
+    @cached_property
+    def table(self) -> npt.NDArray[np.int64]:
+        """(slices, 3): the tensor, start and stop of each slice."""
+        return np.array(self.slices, np.int64).reshape(-1, 3)
 
     @cached_property
     def word_bytes(self) -> int:

@@ -21,7 +21,7 @@ from stitch.codec.patch import (
     read_header,
 )
 from stitch.codec.pool import ordered
-from stitch.codec.update import TensorUpdate, UpdateSet
+from stitch.codec.update import JointUpdate, Tensors, TensorUpdate, UpdateSet
 from stitch.codec.words import Positions
 from stitch.errors import BaseMismatchError, CorruptPatchError, SchemaMismatchError
 from stitch.tensors.reader import WeightReader
@@ -65,16 +65,22 @@ def decode_parts(
         check_bucket(job.entry.bucket, schema)
     check_disjoint((job.entry.bucket for job in jobs), schema)
     updates: list[TensorUpdate] = []
+    joint: list[JointUpdate] = []
     gains = np.zeros_like(before.lanes)
 
     if sum(map(_work, jobs)) < _LITTLE_WORK:
         threads = 1
     for found, tensors, lanes in ordered(lambda job: _decode(job, weights), jobs, threads):
-        updates += found
+        if isinstance(found, JointUpdate):
+            joint.append(found)
+        else:
+            updates += found
         np.add.at(gains, tensors, lanes)
     after = before.plus(gains)
     _check_after(after, ordered_parts[-1][1].digest_after, digest_after)
-    return UpdateSet(sorted(updates, key=lambda update: (update.tensor, update.first))), after
+    if not joint:
+        updates.sort(key=lambda update: (update.tensor, update.first))
+    return UpdateSet(updates, joint), after
 
 
 def _check_parts(
@@ -127,8 +133,8 @@ def _work(job: _Job) -> int:
 
 def _decode(
     job: _Job, weights: WeightReader
-) -> tuple[list[TensorUpdate], list[int], npt.NDArray[np.uint64]]:
-    """The updates of one bucket; tensors (n), and what their lanes gain (n, 2)."""
+) -> tuple[list[TensorUpdate] | JointUpdate, Sequence[int] | Tensors, npt.NDArray[np.uint64]]:
+    """The changes of one bucket; tensors (n), and what their lanes gain (n, 2)."""
     entry = job.entry
     found = payload_checksum(job.payload)
     if found != entry.checksum:
@@ -140,10 +146,18 @@ def _decode(
         job.payload, num_changed=entry.num_changed, old=old, what=job.what
     )
     decoded = old.with_gains(decoded)
+    if decoded.positions is not None and decoded.gains is not None and decoded.ends is not None:
+        tensors = entry.bucket.table[:, 0]
+        joint = JointUpdate(
+            tensors=tensors,
+            ends=decoded.ends,
+            positions=decoded.positions,
+            new=decoded.new,
+            old=decoded.old,
+        )
+        return joint, tensors, decoded.gains
     find = _whole_slices if decoded.positions is None else _listed
     updates = list(find(entry.bucket, decoded))
-    if decoded.gains is not None:
-        return updates, [piece.tensor for piece in entry.bucket.slices], decoded.gains
     gains = np.array([update_gain(update, weights) for update in updates])
     return updates, [update.tensor for update in updates], gains
 
@@ -169,7 +183,7 @@ def _whole_slices(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpd
 def _listed(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpdate]:
     """Slice by slice; slices without changes are left out."""
     assert decoded.positions is not None
-    ends = decoded.ends or _move_into_tensors(bucket, decoded.positions)
+    ends = _move_into_tensors(bucket, decoded.positions)
     lo = 0
     for piece, hi in zip(bucket.slices, ends, strict=True):
         if hi > lo:

@@ -22,6 +22,7 @@ from stitch.codec.compiling import (
     input_array,
     output_array,
 )
+from stitch.codec.intrinsics import put_at
 from stitch.codec.order_loops import order
 
 
@@ -96,4 +97,55 @@ def scatter(word_bytes: int) -> Callable[..., Any]:
         input_array(types.int64),
         words,
         output_array(UINT[word_bytes]),
+    )
+
+
+@cache
+def first_outside() -> Callable[..., Any]:
+    """(extents, ends, positions) -> the first slice with a position outside, or -1."""
+
+    def loop(extents, ends, positions):  # type: ignore[no-untyped-def]
+        lo = np.int64(0)
+        for row in range(ends.size):
+            hi = ends[row]
+            if hi > lo and (positions[lo] < 0 or positions[hi - 1] >= extents[row, 1]):
+                return row
+            lo = hi
+        return -1
+
+    numbers = input_array(types.int64)
+    return compiled(loop, types.int64, input_array(types.int64, 2), numbers, numbers)
+
+
+@cache
+def scatter_joint(word_bytes: int) -> Callable[..., Any]:
+    """(extents, ends, positions, values, lo, hi) -> where it stopped: at hi, unless one is outside.
+
+    Puts values[lo:hi] (k,) at positions (k,) of tensors at extents (n, 2), whose changes end at
+    ends (n,).
+    """
+
+    def loop(extents, ends, positions, values, lo, hi):  # type: ignore[no-untyped-def]
+        at = lo
+        for row in range(ends.size):
+            address, size = np.uint64(extents[row, 0]), np.uint64(extents[row, 1])
+            stop = min(hi, ends[row])
+            for n in range(at, stop):
+                k = np.uint64(n)
+                position = np.uint64(positions[k])
+                if position >= size:
+                    return n
+                put_at(address + position * np.uint64(word_bytes), values[k])
+            at = max(at, stop)
+        return at
+
+    return compiled(
+        loop,
+        types.int64,
+        input_array(types.int64, 2),
+        input_array(types.int64),
+        input_array(types.int64),
+        input_array(UINT[word_bytes]),
+        types.int64,
+        types.int64,
     )

@@ -85,12 +85,12 @@ def load_at(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store_at(typingctx, address, word):  # type: ignore[no-untyped-def]
-    """Put a 64-bit word at an address, aligned or not, which must be inside a living array."""
+def put_at(typingctx, address, word):  # type: ignore[no-untyped-def]
+    """Put an unsigned word of any width at an address, which must be inside a living array."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        pointer = builder.inttoptr(arguments[0], arguments[1].type.as_pointer())
         builder.store(arguments[1], pointer, align=1)
         return context.get_dummy_value()
 
-    return types.void(types.uint64, types.uint64), generate
+    return types.void(types.uint64, word), generate

@@ -181,7 +181,7 @@ def take_steps(
     steps: Numbers,
     olds: Words,
     news: Words,
-) -> tuple[npt.NDArray[np.uint64], list[int], int]:
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
     """Fetch old words, take steps (k,) from them: old and new words go to `olds` and `news` (k,).
 
     `places` (n, 4), see PLACE, are those of a bucket's slices; whoever calls keeps their memory
@@ -198,12 +198,12 @@ def take_steps(
     bad = int(take(places, positions, steps, olds, news, gains, ends))
     if bad < 0:
         raise ValueError("positions are not inside the slices, or not inside the old words")
-    return gains, ends.tolist(), bad
+    return gains, ends, bad
 
 
 def sum_changes(
     places: Places, positions: Positions, olds: Words, news: Words
-) -> tuple[npt.NDArray[np.uint64], list[int]]:
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """As `take_steps`, where the old and new words at `positions` (k,) are known."""
     from stitch.codec import loops
 
@@ -214,7 +214,7 @@ def sum_changes(
     add = loops.take_steps(news.itemsize, False, True)
     if add(places, positions, none, olds, news, gains, ends) < 0:
         raise ValueError("positions are not inside the slices, or not inside the old words")
-    return gains, ends.tolist()
+    return gains, ends
 
 
 def to_gaps(positions: Positions, before: int, out: Numbers) -> None:
@@ -251,3 +251,39 @@ def scatter(positions: Positions, values: Words, target: Words) -> int:
 
     assert positions.size == values.size
     return int(gap_loops.scatter(target.itemsize)(positions, values, target))
+
+
+def first_outside(
+    extents: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], positions: Positions
+) -> int:
+    """The first of ascending slices that has a position outside its tensor, or -1.
+
+    The changes of each end at ascending `ends` (n,) in positions (k,). `extents` (n, 2): the
+    address of each one's first word, and its words.
+    """
+    from stitch.codec import gap_loops
+
+    assert positions.size == ends[-1]
+    return int(gap_loops.first_outside()(extents, ends, positions))
+
+
+def scatter_joint(
+    extents: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    positions: Positions,
+    values: Words,
+    lo: int,
+    hi: int,
+) -> None:
+    """Put `values[lo:hi]` (k,) at `positions` of tensors; arguments as for `first_outside`.
+
+    Whoever calls keeps the memory of the tensors alive. ValueError, before anything outside is
+    written, if a position is.
+    """
+    from stitch.codec import gap_loops
+
+    assert positions.size == values.size == ends[-1]
+    assert 0 <= lo <= hi <= values.size
+    scatter_to = gap_loops.scatter_joint(values.itemsize)
+    if scatter_to(extents, ends, positions, values, lo, hi) < hi:
+        raise ValueError("a position is not inside its tensor")

@@ -17,7 +17,7 @@ from numba.extending import register_jitable
 from stitch.codec.bin_loops import pop
 from stitch.codec.bins import STATES, TOKENS, TOTAL
 from stitch.codec.compiling import NUMPY_INT, NUMPY_UINT, UINT, compiled, input_array, output_array
-from stitch.codec.intrinsics import leading_zeros, load_at, store_at
+from stitch.codec.intrinsics import leading_zeros, load_at, put_at
 from stitch.codec.order_loops import order
 from stitch.codec.pairs import LOG2_STEP_CLASSES
 
@@ -78,7 +78,7 @@ def tokenise(word_bytes: int) -> Callable[..., Any]:
             low |= (twice & ((_ONE << bits) - _ONE)) << size
             # At most 7 bits held, 27 of a gap and 16 of a step.
             held |= low << used
-            store_at(to, held)
+            put_at(to, held)
             used += size + bits
             full = used >> _THREE
             to += full

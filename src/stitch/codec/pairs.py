@@ -158,7 +158,7 @@ def read(body: memoryview, count: int, what: str) -> tuple[Positions, Steps]:
         or used_words != num_words
         or -(-used_bits // 8) != num_bits // 8
         or (used_bits % 8 and int(body[-1]) >> used_bits % 8)
-        or (left != LOWEST_STATE).any()
+        or left.tolist() != [LOWEST_STATE] * STATES
     ):
         raise CorruptPatchError(f"{what}: the paired stream does not hold {count} changes")
     if wide:

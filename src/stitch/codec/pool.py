@@ -78,6 +78,11 @@ class _Task(Generic[Item, Result]):
             self._item = None
             self._running.release()
 
+    def drop(self) -> None:
+        """Nobody will run it."""
+        self._item = None
+        self._running.release()
+
     def wait(self) -> None:
         with self._running:
             pass
@@ -139,11 +144,7 @@ class _Run(Generic[Item, Result]):
         with self._lock:
             stopped, self._left = self._left, deque()
         for task in stopped:
-            task.run(_nothing)
-
-
-def _nothing(item: object) -> None:
-    return None
+            task.drop()
 
 
 def ordered(

@@ -7,6 +7,7 @@ a stream says about itself. See docs/format.md, "Streams".
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,18 @@ def _read_pcodec(body: bytes, count: int, dtype: np.dtype[Any], what: str) -> Nu
     return numbers
 
 
+_of_thread = threading.local()
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's: making one takes longer than unpacking a header."""
+    try:
+        made: zstandard.ZstdDecompressor = _of_thread.decompressor
+    except AttributeError:
+        made = _of_thread.decompressor = zstandard.ZstdDecompressor()
+    return made
+
+
 def decompress_exactly(body: bytes, num_bytes: int, what: str) -> bytes:
     """Decompress one zstd frame that must hold exactly `num_bytes`, without allocating more."""
 
@@ -138,9 +151,7 @@ def decompress_exactly(body: bytes, num_bytes: int, what: str) -> bytes:
         stated = zstandard.get_frame_parameters(body).content_size
         if stated != num_bytes:
             raise CorruptPatchError(f"{what}: zstd frame of {stated} bytes, expected {num_bytes}")
-        return zstandard.ZstdDecompressor().decompress(
-            body, max_output_size=num_bytes, allow_extra_data=False
-        )
+        return _decompressor().decompress(body, max_output_size=num_bytes, allow_extra_data=False)
 
     raw: bytes = _guarded(work, what)
     if len(raw) != num_bytes:

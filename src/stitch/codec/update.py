@@ -6,12 +6,14 @@ writing the old words back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from stitch.codec import kernels
 from stitch.codec.pool import ordered
@@ -21,6 +23,9 @@ from stitch.types import Schema
 
 if TYPE_CHECKING:
     from stitch.tensors.host import HostWeights
+
+Tensors = npt.NDArray[np.int64]
+"""(n,) schema indices."""
 
 _FEW = 64
 """Changed words that numpy writes before a compiled loop is entered (or even loaded)."""
@@ -115,19 +120,76 @@ class TensorUpdate:
             )
 
 
-_Piece = tuple[int, int, int]
-"""Words [lo, hi) of an update, which comes first by its number."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JointUpdate:
+    """Changes to slices of tensors of one dtype, one slice after another, as decoding finds them.
+
+    tensors: (n,) int64, the schema index of each slice's tensor. ends: (n,) int64, where each
+    slice's changes end. positions: (k,) int64 flat word positions in the slice's tensor, strictly
+    ascending in each slice. new, old: (k,) words.
+    """
+
+    tensors: Tensors
+    ends: npt.NDArray[np.int64]
+    positions: Positions
+    new: Words
+    old: Words
+
+    def __post_init__(self) -> None:
+        assert self.new.size == self.old.size == self.positions.size == self.ends[-1]
+        assert self.new.dtype == self.old.dtype
+        assert self.tensors.size == self.ends.size
+
+    @cached_property
+    def num_changed(self) -> int:
+        """Words whose bits differ."""
+        return int(np.count_nonzero(self.new != self.old))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.new.nbytes + self.old.nbytes + self.positions.nbytes)
+
+    def updates(self) -> Iterator[TensorUpdate]:
+        """The same, slice by slice; slices without changes are left out."""
+        bounds = pairwise([0, *self.ends.tolist()])
+        for tensor, (lo, hi) in zip(self.tensors.tolist(), bounds, strict=True):
+            if hi > lo:
+                yield TensorUpdate(
+                    tensor=tensor,
+                    positions=self.positions[lo:hi],
+                    new=self.new[lo:hi],
+                    old=self.old[lo:hi],
+                )
+
+    def check_targets(self, weights: HostWeights) -> None:
+        """Raise UsageError unless the update fits the tensors, and may be written there."""
+        targets = map(weights.words_at, self.tensors.tolist())
+        dtype = self.new.dtype
+        if not all(words.dtype == dtype and words.flags.writeable for words in targets) or (
+            kernels.first_outside(weights.extents[self.tensors], self.ends, self.positions) >= 0
+        ):
+            for update in self.updates():
+                update.check_target(weights.words_at(update.tensor))
+
+    def write(self, weights: HostWeights, values: Words, lo: int, hi: int) -> None:
+        """Put `values[lo:hi]` of values (k,) at their places. `check_targets` has been called."""
+        extents = weights.extents[self.tensors]
+        kernels.scatter_joint(extents, self.ends, self.positions, values, lo, hi)
 
 
-def _batches(updates: Sequence[TensorUpdate]) -> Iterator[list[_Piece]]:
-    """All words of all updates, in lists that a thread writes at a time."""
-    batch: list[_Piece] = []
+_Write = Callable[[int, int], None]
+"""Writes words [lo, hi) of an update."""
+
+
+def _batches(writes: Sequence[tuple[_Write, int]]) -> Iterator[list[tuple[_Write, int, int]]]:
+    """All words of updates that have so many, in lists that a thread writes at a time."""
+    batch: list[tuple[_Write, int, int]] = []
     room = _BATCH
-    for number, update in enumerate(updates):
+    for write, size in writes:
         lo = 0
-        while lo < update.new.size:
-            hi = min(update.new.size, lo + room)
-            batch.append((number, lo, hi))
+        while lo < size:
+            hi = min(size, lo + room)
+            batch.append((write, lo, hi))
             room -= hi - lo
             lo = hi
             if not room:
@@ -137,21 +199,42 @@ def _batches(updates: Sequence[TensorUpdate]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-@dataclass(frozen=True, eq=False)
+def _write_batch(batch: list[tuple[_Write, int, int]]) -> None:
+    for write, lo, hi in batch:
+        write(lo, hi)
+
+
 class UpdateSet:
     """Updates ordered by (tensor, first position), none empty, none sharing a word."""
 
-    updates: list[TensorUpdate]
+    def __init__(
+        self, updates: Sequence[TensorUpdate] = (), joint: Sequence[JointUpdate] = ()
+    ) -> None:
+        """Updates in order; or in any order, together with what `joint` updates consist of."""
+        self._alone, self._joint = list(updates), list(joint)
+
+    @property
+    def _all(self) -> list[TensorUpdate | JointUpdate]:
+        return [*self._alone, *self._joint]
+
+    @cached_property
+    def updates(self) -> list[TensorUpdate]:
+        if not self._joint:
+            return self._alone
+        updates = [*self._alone]
+        for joint in self._joint:
+            updates += joint.updates()
+        return sorted(updates, key=lambda update: (update.tensor, update.first))
 
     @cached_property
     def num_changed(self) -> int:
         """Words whose bits differ, over all tensors."""
-        return sum(update.num_changed for update in self.updates)
+        return sum(update.num_changed for update in self._all)
 
     @property
     def num_bytes(self) -> int:
         """Memory held by positions and words."""
-        return sum(update.num_bytes for update in self.updates)
+        return sum(update.num_bytes for update in self._all)
 
     def apply(self, weights: HostWeights, threads: int | None = None) -> None:
         """Write the new words in place, after checking that all of them fit."""
@@ -161,19 +244,19 @@ class UpdateSet:
         """Write the old words in place, after checking that all of them fit."""
         self._write(weights, "old", threads)
 
-    def _write(self, weights: HostWeights, which: str, threads: int | None) -> None:
-        targets = [weights.words_at(update.tensor) for update in self.updates]
-        for update, target in zip(self.updates, targets, strict=True):
+    def _write(
+        self, weights: HostWeights, which: Literal["new", "old"], threads: int | None
+    ) -> None:
+        writes: list[tuple[_Write, int]] = []
+        for update in self._alone:
+            target = weights.words_at(update.tensor)
             update.check_target(target)
-
-        def work(batch: list[_Piece]) -> None:
-            for number, lo, hi in batch:
-                update = self.updates[number]
-                values = update.new if which == "new" else update.old
-                update.write(targets[number], values, lo, hi)
-
-        batches = list(_batches(self.updates))
-        for _ in ordered(work, batches, 1 if len(batches) <= 1 else threads):
+            writes.append((partial(update.write, target, getattr(update, which)), update.new.size))
+        for joint in self._joint:
+            joint.check_targets(weights)
+            writes.append((partial(joint.write, weights, getattr(joint, which)), joint.new.size))
+        batches = list(_batches(writes))
+        for _ in ordered(_write_batch, batches, 1 if len(batches) <= 1 else threads):
             pass
 
     @staticmethod

@@ -34,8 +34,8 @@ class DecodedChanges:
 
     old, new: (k,) words, or (num_elements,) without positions.
     gains: (n, 2) for each slice, what its tensor's digest lanes gain; None: not known yet.
-    ends: for each slice, where its positions end. Then positions count from the start of their
-    tensor. None: not known yet, and positions count along the bucket.
+    ends: (n,) for each slice, where its positions end; known if gains are. Then positions count
+    from the start of their tensor. None: not known yet, and positions count along the bucket.
     The arrays belong to whoever gets them.
     """
 
@@ -43,7 +43,7 @@ class DecodedChanges:
     old: Words
     new: Words
     gains: npt.NDArray[np.uint64] | None = None
-    ends: list[int] | None = None
+    ends: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class OldWords:
         """Where the slices' words lie in memory (n, 4), or None if that takes reading them."""
         if not isinstance(self.weights, HostWeights):
             return None
-        places = np.empty((len(self.bucket.slices), len(kernels.PLACE)), np.int64)
-        pieces = np.array(self.bucket.slices, np.int64)
+        pieces = self.bucket.table
+        places = np.empty((len(pieces), len(kernels.PLACE)), np.int64)
         places[:, 0] = pieces[:, 1]
         np.subtract(pieces[:, 2], pieces[:, 1], out=places[:, 1])
         places[:, 2:] = self.weights.extents[pieces[:, 0]]
@@ -83,7 +83,7 @@ class OldWords:
         if places is not None:
             gains, ends, num_bad = kernels.take_steps(places, dtype, positions, steps, olds, news)
         else:
-            gains, ends, num_bad = np.empty((0, 2), np.uint64), [], 0
+            num_bad, gains_by_run, ends_by_run = 0, [], []
             for rows in self._runs(positions):
                 part = slice(rows[0].lo, rows[-1].hi)
                 positions[part] -= rows[0].offset
@@ -96,9 +96,10 @@ class OldWords:
                     olds[part],
                     news[part],
                 )
-                gains = np.concatenate([gains, found[0]])
-                ends += [part.start + end for end in found[1]]
+                gains_by_run.append(found[0])
+                ends_by_run.append(part.start + found[1])
                 num_bad += found[2]
+            gains, ends = np.concatenate(gains_by_run), np.concatenate(ends_by_run)
         decoded = DecodedChanges(positions=positions, old=olds, new=news, gains=gains, ends=ends)
         return decoded, num_bad
 

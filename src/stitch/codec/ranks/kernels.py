@@ -178,6 +178,7 @@ def place(
     needs, and every value leads to a word.
     """
     from stitch.codec.ranks import place_loops as loops
+    from stitch.codec.ranks.tile_loops import NUM_KEYS
 
     num_changed = values.size
     waits = np.empty(num_changed, np.uint32)
@@ -190,7 +191,7 @@ def place(
     following, stop = np.zeros((2, LANES, MAX_CLASSES), np.int64)
     following[at], stop[at] = (stops - num_values).T, stops.T
     following, stop = following.ravel(), stop.ravel()
-    now = np.full(loops.NUM_KEYS + 1, _NEVER, np.uint32)
+    now = np.full(NUM_KEYS + 1, _NEVER, np.uint32)
     some = following < stop
     now[:-1][some] = waits[following[some]]
     positions = np.empty(num_changed, np.int64)

@@ -32,7 +32,8 @@ TILE = 1 << 10
 """Elements whose classes are worked out at a time; they stay in the first-level cache."""
 ROOM = TILE + GROUP
 """Bytes of a tile: a last group may be read beyond its end."""
-assert TILE <= GROUP * MOST_GROUPS and TALLIES == LANES
+assert TILE <= GROUP * MOST_GROUPS
+assert TALLIES == LANES
 
 NUM_KEYS = LANES * MAX_CLASSES
 """A key is a class and a lane: class + 256 * lane. Elements take turns at the lanes, so that those
