@@ -268,7 +268,7 @@ def test_a_width_of_zero_in_two_bytes_is_refused() -> None:
 
 def test_the_bits_read_past_the_end_are_always_spare() -> None:
     most = max(pairs.STEP_CLASSES + pairs.GAP_BITS - 1 - fine for fine in range(3))
-    assert pairs.STATES * most + 64 <= 8 * pairs._SPARE_BYTES
+    assert pairs.STATES * most + 64 <= 8 * pairs.SPARE_BYTES
 
 
 @pytest.mark.parametrize("dtype", ["F32", "I64"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,9 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
+_START, _STOP = operator.itemgetter(1), operator.itemgetter(2)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """An ordered list of slices of one dtype, treated as one flat array of words."""
@@ -45,7 +49,8 @@ class Bucket:
 
     @cached_property
     def num_elements(self) -> int:
-        return sum(piece.num_elements for piece in self.slices)
+        count: int = sum(map(_STOP, self.slices)) - sum(map(_START, self.slices))
+        return count
 
     @cached_property
     def table(self) -> npt.NDArray[np.int64]:

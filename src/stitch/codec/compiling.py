@@ -15,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.extending import register_jitable
 
 UINT = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 """Bytes of a word -> numba type."""
@@ -42,3 +43,9 @@ def compiled(function: Callable[..., Any], result: Any, *arguments: Any) -> Call
         # No place for the cache can be written, or its disk is full: compile for this process.
         made = numba.njit(signature, nogil=True, error_model="numpy")(function)
     return made
+
+
+def inlined(made: Callable[..., Any]) -> Callable[..., Any]:
+    """What `compiled` made, for use inside other loops: it takes arrays of any alignment there."""
+    function: Callable[..., Any] = register_jitable(made.py_func)  # type: ignore[attr-defined]
+    return function

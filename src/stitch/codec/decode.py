@@ -12,7 +12,15 @@ from stitch.codec.buckets import Bucket, check_bucket, check_disjoint
 from stitch.codec.changes import bounds_by_slice
 from stitch.codec.compose import compact
 from stitch.codec.digest import DigestState, update_gain
-from stitch.codec.encodings import DecodedChanges, Encoding, OldWords, encoding_named
+from stitch.codec.encodings import (
+    ENCODINGS,
+    DecodedChanges,
+    Encoding,
+    OldWords,
+    encoding_named,
+)
+from stitch.codec.encodings.gaps import Gaps
+from stitch.codec.encodings.port import Payload
 from stitch.codec.patch import (
     Entry,
     PatchHeader,
@@ -20,15 +28,20 @@ from stitch.codec.patch import (
     payload_checksum,
     read_header,
 )
-from stitch.codec.pool import ordered
+from stitch.codec.pool import default_threads, ordered
 from stitch.codec.update import JointUpdate, Tensors, TensorUpdate, UpdateSet
 from stitch.codec.words import Positions
 from stitch.errors import BaseMismatchError, CorruptPatchError, SchemaMismatchError
+from stitch.tensors.host import HostWeights
 from stitch.tensors.reader import WeightReader
 from stitch.types import Schema
 
+Gains = npt.NDArray[np.uint64]
+
 _LITTLE_WORK = 1 << 16
 """Words to look at below which threads would take longer to start than to do it."""
+_MOST_TOGETHER = 1 << 20
+"""Changes that are decoded by one call, unless one bucket has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +49,16 @@ class _Job:
     entry: Entry
     encoding: Encoding
     payload: memoryview
-    what: str
+    part: int
+    number: int
+
+    @property
+    def what(self) -> str:
+        return _named(self.part, self.number, self.entry)
+
+
+def _named(part: int, number: int, entry: Entry) -> str:
+    return f"patch part {part}, bucket {number} ({entry.bucket})"
 
 
 def decode_parts(
@@ -70,7 +92,8 @@ def decode_parts(
 
     if sum(map(_work, jobs)) < _LITTLE_WORK:
         threads = 1
-    for found, tensors, lanes in ordered(lambda job: _decode(job, weights), jobs, threads):
+    batches = _batches(jobs, weights, default_threads() if threads is None else threads)
+    for found, tensors, lanes in ordered(lambda batch: _decode(batch, weights), batches, threads):
         if isinstance(found, JointUpdate):
             joint.append(found)
         else:
@@ -118,10 +141,36 @@ def _check_parts(
 
 def _jobs(view: memoryview, header: PatchHeader) -> Iterator[_Job]:
     for number, entry in enumerate(header.buckets):
-        what = f"patch part {header.part}, bucket {number} ({entry.bucket})"
-        encoding = encoding_named(entry.encoding, what)
+        encoding = ENCODINGS.get(entry.encoding)
+        if encoding is None:
+            encoding = encoding_named(entry.encoding, _named(header.part, number, entry))
         payload = view[entry.offset : entry.offset + entry.num_bytes]
-        yield _Job(entry=entry, encoding=encoding, payload=payload, what=what)
+        yield _Job(entry=entry, encoding=encoding, payload=payload, part=header.part, number=number)
+
+
+def _batches(jobs: Sequence[_Job], weights: WeightReader, threads: int) -> list[list[_Job]]:
+    """What a thread does at a time, the most work first: jobs that can be done together, or one."""
+    if not isinstance(weights, HostWeights):
+        return [[job] for job in jobs]
+    joining = [job for job in jobs if _joins(job)]
+    most = sum(job.entry.num_changed for job in joining)
+    if threads > 1:
+        most = max(_LITTLE_WORK, most // (2 * threads))
+    most = min(most, _MOST_TOGETHER)
+    batches = [[job] for job in jobs if not _joins(job)]
+    left, dtype = 0, ""
+    for job in joining:
+        num_changed = job.entry.num_changed
+        if num_changed > left or job.entry.bucket.dtype != dtype:
+            batches.append([])
+            left, dtype = most, job.entry.bucket.dtype
+        batches[-1].append(job)
+        left -= num_changed
+    return sorted(batches, key=lambda batch: sum(map(_work, batch)), reverse=True)
+
+
+def _joins(job: _Job) -> bool:
+    return isinstance(job.encoding, Gaps) and job.encoding.joins(job.payload, job.entry.bucket)
 
 
 def _work(job: _Job) -> int:
@@ -132,15 +181,22 @@ def _work(job: _Job) -> int:
 
 
 def _decode(
-    job: _Job, weights: WeightReader
-) -> tuple[list[TensorUpdate] | JointUpdate, Sequence[int] | Tensors, npt.NDArray[np.uint64]]:
-    """The changes of one bucket; tensors (n), and what their lanes gain (n, 2)."""
+    batch: Sequence[_Job], weights: WeightReader
+) -> tuple[list[TensorUpdate] | JointUpdate, Sequence[int] | Tensors, Gains]:
+    """The changes of some buckets; tensors (n,), and what their lanes gain (n, 2).
+
+    There are several buckets only if they can be decoded together.
+    """
+    for job in batch:
+        found = payload_checksum(job.payload)
+        if found != job.entry.checksum:
+            raise CorruptPatchError(
+                f"{job.what}: payload has checksum {found}, the table says {job.entry.checksum}"
+            )
+    job = batch[0]
+    if isinstance(job.encoding, Gaps) and isinstance(weights, HostWeights) and _joins(job):
+        return _decode_together(job.encoding, batch, weights)
     entry = job.entry
-    found = payload_checksum(job.payload)
-    if found != entry.checksum:
-        raise CorruptPatchError(
-            f"{job.what}: payload has checksum {found}, the table says {entry.checksum}"
-        )
     old = OldWords(bucket=entry.bucket, weights=weights)
     decoded = job.encoding.decode(
         job.payload, num_changed=entry.num_changed, old=old, what=job.what
@@ -160,6 +216,23 @@ def _decode(
     updates = list(find(entry.bucket, decoded))
     gains = np.array([update_gain(update, weights) for update in updates])
     return updates, [update.tensor for update in updates], gains
+
+
+def _decode_together(
+    gaps: Gaps, batch: Sequence[_Job], weights: HostWeights
+) -> tuple[JointUpdate, Tensors, Gains]:
+    payloads = [
+        Payload(job.payload, job.entry.bucket, job.entry.num_changed, job.what) for job in batch
+    ]
+    found = gaps.decode_together(payloads, weights)
+    joint = JointUpdate(
+        tensors=found.tensors,
+        ends=found.ends,
+        positions=found.positions,
+        new=found.new,
+        old=found.old,
+    )
+    return joint, found.tensors, found.gains
 
 
 def _whole_slices(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpdate]:

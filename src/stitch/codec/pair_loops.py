@@ -141,58 +141,44 @@ def write_table() -> Callable[..., Any]:
     )
 
 
-@cache
-def fill_slots() -> Callable[..., Any]:
-    """(table, listed, classes, fine, slots, least, sizes) -> bytes: what `read` needs, or -1.
+@register_jitable
+def fill_slots(table, listed, classes, fine, slots, least, sizes):  # type: ignore[no-untyped-def]
+    """Bytes of the table, and what `read_changes` needs: or -1.
 
     From the widths of `listed` cells as they travel: slots (TOTAL,), as `bin_loops.read` has them,
     with the numbers of cells that have a width in place of tokens; least (TOKENS,), the least gap
     of each; and sizes (TOKENS,): bits of the gap, and, times 256, of gap and step.
     -1: the widths do not sum to TOTAL, the last is 0 or one in two bytes is, or there are too many.
     """
-
-    def loop(table, listed, classes, fine, slots, least, sizes):  # type: ignore[no-untyped-def]
-        at = 0
-        start = np.int64(0)
-        cells = 0
-        index = np.int64(0)
-        width = np.int64(0)
-        while index < listed:
-            if at + 1 >= table.size:
-                return -1
-            width = np.int64(table[at])
+    at = 0
+    start = np.int64(0)
+    cells = 0
+    index = np.int64(0)
+    width = np.int64(0)
+    while index < listed:
+        if at + 1 >= table.size:
+            return -1
+        width = np.int64(table[at])
+        at += 1
+        if width == 0:
+            index += 1 + np.int64(table[at])
             at += 1
-            if width == 0:
-                index += 1 + np.int64(table[at])
-                at += 1
-                continue
-            if width >= 128:
-                width += (np.int64(table[at]) << 7) - 128
-                at += 1
-            if width == 0 or start + width > TOTAL or cells == TOKENS:
-                return -1
-            token = index // classes
-            size = max(token >> fine, 1) - 1
-            least[cells] = np.uint32((token - (size << fine)) << size)
-            sizes[cells] = np.uint16(size + ((size + index % classes + 1) << 8))
-            for offset in range(width):
-                slots[start + offset] = np.uint32((width - 1) << 20 | offset << 8 | cells)
-            start += width
-            cells += 1
-            index += 1
-        return at if start == TOTAL and index == listed and width > 0 else -1
-
-    return compiled(
-        loop,
-        types.int64,
-        input_array(types.uint8),
-        types.int64,
-        types.int64,
-        types.int64,
-        output_array(types.uint32),
-        output_array(types.uint32),
-        output_array(types.uint16),
-    )
+            continue
+        if width >= 128:
+            width += (np.int64(table[at]) << 7) - 128
+            at += 1
+        if width == 0 or start + width > TOTAL or cells == TOKENS:
+            return -1
+        token = index // classes
+        size = max(token >> fine, 1) - 1
+        least[cells] = np.uint32((token - (size << fine)) << size)
+        sizes[cells] = np.uint16(size + ((size + index % classes + 1) << 8))
+        for offset in range(width):
+            slots[start + offset] = np.uint32((width - 1) << 20 | offset << 8 | cells)
+        start += width
+        cells += 1
+        index += 1
+    return at if start == TOTAL and index == listed and width > 0 else -1
 
 
 @register_jitable
@@ -209,69 +195,52 @@ def _change(cell, least, sizes, shift, address, place, position):  # type: ignor
     return position + np.int64(gap) + 1, step, place + total
 
 
-@cache
-def read() -> Callable[..., Any]:
-    """(slots, least, sizes, shift, words, address, last_bit, states, positions, steps, ends).
+@register_jitable
+def read_changes(slots, least, sizes, shift, stream, states, positions, steps, ends):  # type: ignore[no-untyped-def]
+    """OK or SHORT: the changes to positions (k,) and steps (k,), which are multiples of 2^shift.
 
-    Returns OK or SHORT. slots, least and sizes as `fill_slots` makes them; steps are multiples of
-    2^shift. words (m + STATES,); after the `last_bit` bits at `address` 32 bytes more may be read.
-    The changes go to positions (k,) and steps (k,), to ends (3,) the words and the bits that were
-    read, and not 0 if a step has more than 16 bits; states (STATES,) get what is left of them.
+    slots, least and sizes as `fill_slots` makes them. stream: words (m + STATES,), the address of
+    the raw bits, and their number; 32 bytes more may be read after them. ends (3,) get the words
+    and the bits that were read, and not 0 if a step has more than 16 bits; states (STATES,) what is
+    left of them.
     """
-
-    def loop(slots, least, sizes, shift, words, address, last_bit, states, positions, steps, ends):  # type: ignore[no-untyped-def]
-        at = _ZERO
-        place = _ZERO
-        wide = np.int64(0)
-        position = np.int64(-1)
-        last_word = np.uint64(words.size - STATES)
-        whole = positions.size - positions.size % STATES
-        x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-        for i in range(0, whole, STATES):
-            if at > last_word or place > last_bit:
-                return SHORT
-            x0, cell0, at = pop(x0, slots, words, at)
-            x1, cell1, at = pop(x1, slots, words, at)
-            x2, cell2, at = pop(x2, slots, words, at)
-            x3, cell3, at = pop(x3, slots, words, at)
-            position, step, place = _change(cell0, least, sizes, shift, address, place, position)
-            positions[i], steps[i] = position, np.int16(step)
-            wide |= step ^ np.int64(np.int16(step))
-            position, step, place = _change(cell1, least, sizes, shift, address, place, position)
-            positions[i + 1], steps[i + 1] = position, np.int16(step)
-            wide |= step ^ np.int64(np.int16(step))
-            position, step, place = _change(cell2, least, sizes, shift, address, place, position)
-            positions[i + 2], steps[i + 2] = position, np.int16(step)
-            wide |= step ^ np.int64(np.int16(step))
-            position, step, place = _change(cell3, least, sizes, shift, address, place, position)
-            positions[i + 3], steps[i + 3] = position, np.int16(step)
-            wide |= step ^ np.int64(np.int16(step))
-        states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    words, address, last_bit = stream
+    at = _ZERO
+    place = _ZERO
+    wide = np.int64(0)
+    position = np.int64(-1)
+    last_word = np.uint64(words.size - STATES)
+    whole = positions.size - positions.size % STATES
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    for i in range(0, whole, STATES):
         if at > last_word or place > last_bit:
             return SHORT
-        for i in range(whole, positions.size):
-            x, cell, at = pop(states[i - whole], slots, words, at)
-            states[i - whole] = x
-            position, step, place = _change(cell, least, sizes, shift, address, place, position)
-            positions[i], steps[i] = position, np.int16(step)
-            wide |= step ^ np.int64(np.int16(step))
-        ends[0] = at
-        ends[1] = place
-        ends[2] = np.uint64(wide)
-        return OK
-
-    return compiled(
-        loop,
-        types.int64,
-        input_array(types.uint32),
-        input_array(types.uint32),
-        input_array(types.uint16),
-        types.int64,
-        input_array(types.uint16),
-        types.uint64,
-        types.uint64,
-        output_array(types.uint64),
-        output_array(types.int64),
-        output_array(types.int16),
-        output_array(types.uint64),
-    )
+        x0, cell0, at = pop(x0, slots, words, at)
+        x1, cell1, at = pop(x1, slots, words, at)
+        x2, cell2, at = pop(x2, slots, words, at)
+        x3, cell3, at = pop(x3, slots, words, at)
+        position, step, place = _change(cell0, least, sizes, shift, address, place, position)
+        positions[i], steps[i] = position, np.int16(step)
+        wide |= step ^ np.int64(np.int16(step))
+        position, step, place = _change(cell1, least, sizes, shift, address, place, position)
+        positions[i + 1], steps[i + 1] = position, np.int16(step)
+        wide |= step ^ np.int64(np.int16(step))
+        position, step, place = _change(cell2, least, sizes, shift, address, place, position)
+        positions[i + 2], steps[i + 2] = position, np.int16(step)
+        wide |= step ^ np.int64(np.int16(step))
+        position, step, place = _change(cell3, least, sizes, shift, address, place, position)
+        positions[i + 3], steps[i + 3] = position, np.int16(step)
+        wide |= step ^ np.int64(np.int16(step))
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    if at > last_word or place > last_bit:
+        return SHORT
+    for i in range(whole, positions.size):
+        x, cell, at = pop(states[i - whole], slots, words, at)
+        states[i - whole] = x
+        position, step, place = _change(cell, least, sizes, shift, address, place, position)
+        positions[i], steps[i] = position, np.int16(step)
+        wide |= step ^ np.int64(np.int16(step))
+    ends[0] = at
+    ends[1] = place
+    ends[2] = np.uint64(wide)
+    return OK

@@ -6,11 +6,12 @@ Less work than two binned streams, at nearly the same size. See docs/format.md.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from stitch.codec.bins import LOWEST_STATE, STATES, TOKENS, TOTAL, num_tokens
+from stitch.codec.bins import STATES, TOKENS, TOTAL
 from stitch.codec.changes import BucketChanges
 from stitch.codec.ulp import is_ordered_by_sign
 from stitch.codec.words import Positions
@@ -35,23 +36,36 @@ _FEW, _DENSE = 4096, 8
 """Changes, and elements for each change, below which other streams are smaller."""
 
 _HEAD = struct.Struct("<BBBH4II")
-_SPARE_BYTES = 32
+HEAD_BYTES = _HEAD.size
+SPARE_BYTES = 32
 """Bytes after the end that a reader may look at before it finds out that it is there."""
 _BYTES_EACH = 6
 """Of raw bits: at most 27 for a gap and 16 for a step."""
 
+(
+    OK,
+    SHORT_HEAD,
+    IMPOSSIBLE,
+    BAD_WIDTHS,
+    BAD_PARTS,
+    OTHER_COUNT,
+    WIDE_STEP,
+    OUTSIDE,
+    BAD_STEPS,
+) = range(9)
+"""What is found in a body, and, by the last two, of the changes that it tells of."""
+
 
 def warm(word_bytes: int, ordered: bool) -> None:
     """Compile the loops, or load them from numba's cache."""
-    from stitch.codec import bin_loops, pair_loops
+    from stitch.codec import bin_loops, pair_bodies, pair_loops
 
     if ordered and word_bytes <= MOST_WORD_BYTES:
         bin_loops.push(2)
         pair_loops.union_of_steps(word_bytes)
         pair_loops.tokenise(word_bytes)
         pair_loops.write_table()
-        pair_loops.fill_slots()
-        pair_loops.read()
+        pair_bodies.take_changes(word_bytes, ordered)
 
 
 def write(changes: BucketChanges) -> bytes | None:
@@ -112,55 +126,55 @@ def read(body: memoryview, count: int, what: str) -> tuple[Positions, Steps]:
 
     Positions ascend, from 0 or more; whether they are inside the bucket is for the caller to see.
     """
-    from stitch.codec import pair_loops
+    from stitch.codec import pair_bodies
 
-    if len(body) < _HEAD.size:
-        raise CorruptPatchError(f"{what}: {len(body)} bytes are too few for a paired stream")
-    shift, fine, last_class, last, *states, num_words = _HEAD.unpack_from(body)
-    if (
-        shift > MOST_SHIFT
-        or fine > MOST_FINE
-        or last_class >= STEP_CLASSES
-        or last >= num_tokens(GAP_BITS, fine) * (last_class + 1)
-    ):
-        raise CorruptPatchError(
-            f"{what}: {last + 1} pairs of {last_class + 1} classes, of {fine} bits, shifted by "
-            f"{shift}, cannot be"
-        )
-    data = np.empty(len(body) + _SPARE_BYTES, np.uint8)
-    data[: len(body)] = np.frombuffer(body, np.uint8)
-    data[len(body) :] = 0
-    slots = np.empty(TOTAL, np.uint32)
-    least, sizes = np.empty(TOKENS, np.uint32), np.empty(TOKENS, np.uint16)
-    table_bytes = pair_loops.fill_slots()(
-        data[_HEAD.size : len(body)], last + 1, last_class + 1, fine, slots, least, sizes
-    )
-    if table_bytes < 0:
-        raise CorruptPatchError(f"{what}: widths of {last + 1} pairs do not sum to {TOTAL}")
-    start = _HEAD.size + table_bytes
-    bits_start = start + 2 * num_words
-    if bits_start > len(body) or min(states) < LOWEST_STATE:
-        raise CorruptPatchError(f"{what}: the parts of a paired stream do not fit its length")
-    words = data[start : bits_start + 2 * STATES].view(np.uint16)
-    num_bits = 8 * (len(body) - bits_start)
-    if count > num_bits:  # each change has at least one; so a short body never asks for much memory
-        raise CorruptPatchError(f"{what}: the paired stream does not hold {count} changes")
+    check_room(body, count, what)
+    data, ((begin, end),) = padded([body])
     positions, steps = np.empty(count, np.int64), np.empty(count, np.int16)
-    ends = np.zeros(3, np.uint64)
-    left = np.array(states, np.uint64)
-    verdict = pair_loops.read()(
-        slots, least, sizes, shift, words, data.ctypes.data + bits_start, num_bits, left, positions,
-        steps, ends,
-    )  # fmt: skip
-    used_words, used_bits, wide = ends.tolist()
-    if (
-        verdict != pair_loops.OK
-        or used_words != num_words
-        or -(-used_bits // 8) != num_bits // 8
-        or (used_bits % 8 and int(body[-1]) >> used_bits % 8)
-        or left.tolist() != [LOWEST_STATE] * STATES
-    ):
-        raise CorruptPatchError(f"{what}: the paired stream does not hold {count} changes")
-    if wide:
-        raise CorruptPatchError(f"{what}: a step of a paired stream has more than 16 bits")
+    verdict = pair_bodies.read_body()(data, begin, end, positions, steps)
+    if verdict != OK:
+        raise refusal(verdict, body, count, what)
     return positions, steps
+
+
+def check_room(body: memoryview, count: int, what: str) -> None:
+    """Raise CorruptPatchError if a body is too short, before a caller makes room for `count`."""
+    if len(body) < HEAD_BYTES:
+        raise refusal(SHORT_HEAD, body, count, what)
+    if count > 8 * len(body):
+        raise refusal(OTHER_COUNT, body, count, what)
+
+
+def padded(bodies: Sequence[memoryview]) -> tuple[npt.NDArray[np.uint8], list[tuple[int, int]]]:
+    """Bodies with SPARE_BYTES of zeros after each, and where each begins and ends."""
+    data = np.empty(sum(map(len, bodies)) + SPARE_BYTES * len(bodies), np.uint8)
+    spans, begin = [], 0
+    for body in bodies:
+        end = begin + len(body)
+        data[begin:end] = np.frombuffer(body, np.uint8)
+        data[end : end + SPARE_BYTES] = 0
+        spans.append((begin, end))
+        begin = end + SPARE_BYTES
+    return data, spans
+
+
+def refusal(verdict: int, body: memoryview, count: int, what: str) -> CorruptPatchError:
+    """What is wrong with a body that should hold `count` changes."""
+    if verdict == SHORT_HEAD:
+        return CorruptPatchError(f"{what}: {len(body)} bytes are too few for a paired stream")
+    shift, fine, last_class, last, *_ = _HEAD.unpack_from(body)
+    if verdict == IMPOSSIBLE:
+        problem = (
+            f"{last + 1} pairs of {last_class + 1} classes, of {fine} bits, shifted by {shift}, "
+            "cannot be"
+        )
+    elif verdict == BAD_WIDTHS:
+        problem = f"widths of {last + 1} pairs do not sum to {TOTAL}"
+    elif verdict == BAD_PARTS:
+        problem = "the parts of a paired stream do not fit its length"
+    elif verdict == WIDE_STEP:
+        problem = "a step of a paired stream has more than 16 bits"
+    else:
+        assert verdict == OTHER_COUNT
+        problem = f"the paired stream does not hold {count} changes"
+    return CorruptPatchError(f"{what}: {problem}")

@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zstandard
@@ -244,6 +245,10 @@ def _parse(value: object, payload_start: int) -> PatchHeader:
     return header
 
 
+_to_slice = partial(tuple.__new__, Slice)
+"""As `Slice._make`, which runs Python for each slice."""
+
+
 def _parse_row(row: object, offset: int, what: str) -> Entry:
     fields = check_list(row, what)
     if len(fields) != 6:
@@ -253,7 +258,7 @@ def _parse_row(row: object, offset: int, what: str) -> Entry:
     if not flat or len(flat) % 3:
         raise CorruptPatchError(f"{what}: {len(flat)} slice numbers, expected triples")
     check_ints(flat, f"{what}: slices", _MAX_COUNT)
-    slices = tuple(map(Slice._make, zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
+    slices = tuple(map(_to_slice, zip(flat[::3], flat[1::3], flat[2::3], strict=True)))
     if any(map(operator.ge, flat[1::3], flat[2::3])):
         raise CorruptPatchError(f"{what}: a slice is empty")
     bucket = Bucket(check_str(dtype, f"{what}: dtype"), slices)

@@ -18,7 +18,6 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
 from stitch.codec import bins, pairs
 from stitch.codec.changes import BucketChanges
-from stitch.codec.words import Positions
 from stitch.errors import CorruptPatchError, UnsupportedFormatError
 
 RAW, PCODEC, ZSTD, BINS, PAIRS = 0, 1, 2, 3, 4
@@ -112,13 +111,13 @@ def is_paired(data: memoryview) -> bool:
     return len(data) > 0 and data[0] == PAIRS
 
 
-def read_changes(data: memoryview, count: int, what: str) -> tuple[Positions, Numbers, memoryview]:
-    """Positions and steps of `count` changes from the next stream, and the bytes after it.
+def paired_body(data: memoryview, what: str) -> tuple[memoryview, memoryview]:
+    """The body of the next stream, which is a paired one, and the bytes after the stream.
 
-    That stream is a paired one, of 8- or 16-bit words. Raises CorruptPatchError naming `what`.
+    Raises CorruptPatchError naming `what`.
     """
     _, body, rest = _next(data, what)
-    return *pairs.read(body, count, what), rest
+    return body, rest
 
 
 def _read_pcodec(body: bytes, count: int, dtype: np.dtype[Any], what: str) -> Numbers:

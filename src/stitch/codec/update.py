@@ -29,7 +29,7 @@ Tensors = npt.NDArray[np.int64]
 
 _FEW = 64
 """Changed words that numpy writes before a compiled loop is entered (or even loaded)."""
-_BATCH = 1 << 16
+_BATCH = 1 << 15
 """Words that one thread writes at a time."""
 
 

@@ -5,24 +5,28 @@ Both are numbers of one paired stream where that pays, and of a stream each othe
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from stitch.codec import kernels
+from stitch.codec import kernels, pairs
 from stitch.codec.buckets import Bucket
 from stitch.codec.changes import BucketChanges
-from stitch.codec.encodings.port import DecodedChanges, OldWords, Reads
+from stitch.codec.encodings.port import DecodedChanges, OldWords, Payload, Reads, places_in
 from stitch.codec.pairs import MOST_WORD_BYTES
 from stitch.codec.streams import (
     is_paired,
-    read_changes,
+    paired_body,
     read_numbers,
     write_changes,
     write_numbers,
 )
-from stitch.codec.words import SIGNED_DTYPES, Positions
+from stitch.codec.ulp import is_ordered_by_sign
+from stitch.codec.words import SIGNED_DTYPES, WORD_DTYPES, Positions, Words
 from stitch.errors import CorruptPatchError
+from stitch.tensors.host import HostWeights
 
 GAP_DTYPE = np.dtype("<u4")
 
@@ -30,6 +34,22 @@ GAP_DTYPE = np.dtype("<u4")
 def step_dtype(word_bytes: int) -> np.dtype[np.signedinteger[Any]]:
     """Steps of 8-bit words travel as 16-bit numbers, the narrowest that every pcodec takes."""
     return SIGNED_DTYPES[max(2, word_bytes)]
+
+
+class JointChanges(NamedTuple):
+    """The changes of several buckets, slice by slice.
+
+    tensors: (n,) the schema index of each slice's tensor. positions: (k,) from the start of their
+    tensor. old, new: (k,) words. gains: (n, 2) what each slice's tensor gains in digest lanes.
+    ends: (n,) where each slice's changes end.
+    """
+
+    tensors: npt.NDArray[np.int64]
+    positions: Positions
+    old: Words
+    new: Words
+    gains: npt.NDArray[np.uint64]
+    ends: npt.NDArray[np.int64]
 
 
 class Gaps:
@@ -58,22 +78,74 @@ class Gaps:
         self, payload: memoryview, *, num_changed: int, old: OldWords, what: str
     ) -> DecodedChanges:
         bucket = old.bucket
-        if bucket.word_bytes <= MOST_WORD_BYTES and is_paired(payload):
-            positions, steps, rest = read_changes(payload, num_changed, what)
+        positions: Positions
+        steps: kernels.Numbers
+        if self.joins(payload, bucket):
+            body = self._body(payload, what)
+            positions, steps = pairs.read(body, num_changed, what)
         else:
             positions, steps, rest = self._two_streams(payload, num_changed, bucket, what)
-        if len(rest):
-            raise CorruptPatchError(f"{what}: {len(rest)} bytes after the changes")
+            _check_end(rest, what)
         if positions[-1] >= bucket.num_elements:
-            raise CorruptPatchError(
-                f"{what}: position {positions[-1]} is outside the bucket of {bucket.num_elements}"
-            )
+            raise _outside(positions[-1], bucket, what)
         decoded, num_bad = old.take_steps(positions, steps)
         if num_bad:
-            raise CorruptPatchError(
-                f"{what}: a step is zero or too wide for its word ({num_bad} of {num_changed} are)"
-            )
+            raise _bad_steps(num_bad, num_changed, what)
         return decoded
+
+    @staticmethod
+    def joins(payload: memoryview, bucket: Bucket) -> bool:
+        """Whether `decode_together` takes this payload."""
+        return bucket.word_bytes <= MOST_WORD_BYTES and is_paired(payload)
+
+    def decode_together(self, payloads: Sequence[Payload], weights: HostWeights) -> JointChanges:
+        """Decode payloads of buckets of one dtype by one compiled call; all of them `joins`."""
+        from stitch.codec import pair_bodies
+
+        bodies = [self._body(payload.data, payload.what) for payload in payloads]
+        for body, payload in zip(bodies, payloads, strict=True):
+            pairs.check_room(body, payload.num_changed, payload.what)
+        data, spans = pairs.padded(bodies)
+        rows = [
+            (*span, payload.num_changed, len(payload.bucket.slices), payload.bucket.num_elements)
+            for span, payload in zip(spans, payloads, strict=True)
+        ]
+        slices = np.concatenate([payload.bucket.table for payload in payloads])
+        num_changed = sum(payload.num_changed for payload in payloads)
+        dtype, width = payloads[0].bucket.dtype, payloads[0].bucket.word_bytes
+        positions, steps = np.empty(num_changed, np.int64), np.empty(num_changed, np.int16)
+        olds, news = np.empty((2, num_changed), WORD_DTYPES[width])
+        gains = np.zeros((len(slices), 2), np.uint64)
+        ends = np.empty(len(slices), np.int64)
+        found = np.zeros(2, np.int64)
+        take = pair_bodies.take_changes(width, is_ordered_by_sign(dtype))
+        count = take(
+            data,
+            np.array(rows, np.int64),
+            places_in(weights, slices),
+            positions,
+            steps,
+            olds,
+            news,
+            gains,
+            ends,
+            found,
+        )
+        if count < len(payloads):
+            verdict, detail = found.tolist()
+            _, bucket, num_here, what = payloads[count]
+            if verdict == pairs.OUTSIDE:
+                raise _outside(detail, bucket, what)
+            if verdict == pairs.BAD_STEPS:
+                raise _bad_steps(detail, num_here, what)
+            raise pairs.refusal(verdict, bodies[count], num_here, what)
+        return JointChanges(slices[:, 0], positions, olds, news, gains, ends)
+
+    @staticmethod
+    def _body(payload: memoryview, what: str) -> memoryview:
+        body, rest = paired_body(payload, what)
+        _check_end(rest, what)
+        return body
 
     @staticmethod
     def _two_streams(
@@ -86,3 +158,20 @@ class Gaps:
         )
         # At most 2^28 gaps below 2^32: the sum cannot overflow, and positions ascend anyway.
         return kernels.to_positions(gaps), steps, rest
+
+
+def _check_end(rest: memoryview, what: str) -> None:
+    if len(rest):
+        raise CorruptPatchError(f"{what}: {len(rest)} bytes after the changes")
+
+
+def _outside(position: int, bucket: Bucket, what: str) -> CorruptPatchError:
+    return CorruptPatchError(
+        f"{what}: position {position} is outside the bucket of {bucket.num_elements}"
+    )
+
+
+def _bad_steps(num_bad: int, num_changed: int, what: str) -> CorruptPatchError:
+    return CorruptPatchError(
+        f"{what}: a step is zero or too wide for its word ({num_bad} of {num_changed} are)"
+    )

@@ -46,6 +46,24 @@ class DecodedChanges:
     ends: npt.NDArray[np.int64] | None = None
 
 
+class Payload(NamedTuple):
+    """The payload of a bucket, and what the patch says of it. `what` names it in errors."""
+
+    data: memoryview
+    bucket: Bucket
+    num_changed: int
+    what: str
+
+
+def places_in(weights: HostWeights, slices: npt.NDArray[np.int64]) -> kernels.Places:
+    """Where the words of slices (n, 3), see `Bucket.table`, lie in memory (n, 4)."""
+    places = np.empty((len(slices), len(kernels.PLACE)), np.int64)
+    places[:, 0] = slices[:, 1]
+    np.subtract(slices[:, 2], slices[:, 1], out=places[:, 1])
+    places[:, 2:] = weights.extents[slices[:, 0]]
+    return places
+
+
 @dataclass(frozen=True, kw_only=True)
 class OldWords:
     """The words of one bucket before its changes."""
@@ -62,12 +80,7 @@ class OldWords:
         """Where the slices' words lie in memory (n, 4), or None if that takes reading them."""
         if not isinstance(self.weights, HostWeights):
             return None
-        pieces = self.bucket.table
-        places = np.empty((len(pieces), len(kernels.PLACE)), np.int64)
-        places[:, 0] = pieces[:, 1]
-        np.subtract(pieces[:, 2], pieces[:, 1], out=places[:, 1])
-        places[:, 2:] = self.weights.extents[pieces[:, 0]]
-        return places
+        return places_in(self.weights, self.bucket.table)
 
     def take_steps(
         self, positions: Positions, steps: kernels.Numbers
