@@ -60,6 +60,8 @@ def warm(word_bytes: int, ordered: bool) -> None:
     """Compile the loops, or load them from numba's cache."""
     from stitch.codec import bin_loops, pair_bodies, pair_loops
 
+    if word_bytes <= MOST_WORD_BYTES:
+        pair_bodies.read_body()
     if ordered and word_bytes <= MOST_WORD_BYTES:
         bin_loops.push(2)
         pair_loops.union_of_steps(word_bytes)

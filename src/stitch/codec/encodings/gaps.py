@@ -80,7 +80,7 @@ class Gaps:
         bucket = old.bucket
         positions: Positions
         steps: kernels.Numbers
-        if self.joins(payload, bucket):
+        if bucket.word_bytes <= MOST_WORD_BYTES and is_paired(payload):
             body = self._body(payload, what)
             positions, steps = pairs.read(body, num_changed, what)
         else:
@@ -95,8 +95,9 @@ class Gaps:
 
     @staticmethod
     def joins(payload: memoryview, bucket: Bucket) -> bool:
-        """Whether `decode_together` takes this payload."""
-        return bucket.word_bytes <= MOST_WORD_BYTES and is_paired(payload)
+        """Whether `decode_together` takes this payload: one such as `encode` writes."""
+        narrow = bucket.word_bytes <= MOST_WORD_BYTES
+        return narrow and is_ordered_by_sign(bucket.dtype) and is_paired(payload)
 
     def decode_together(self, payloads: Sequence[Payload], weights: HostWeights) -> JointChanges:
         """Decode payloads of buckets of one dtype by one compiled call; all of them `joins`."""
