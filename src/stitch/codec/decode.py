@@ -56,6 +56,9 @@ class _Job:
     def what(self) -> str:
         return _named(self.part, self.number, self.entry)
 
+    def for_encoding(self) -> Payload:
+        return Payload(self.payload, self.entry.bucket, self.entry.num_changed, self.what)
+
 
 def _named(part: int, number: int, entry: Entry) -> str:
     return f"patch part {part}, bucket {number} ({entry.bucket})"
@@ -195,7 +198,8 @@ def _decode(
             )
     job = batch[0]
     if isinstance(job.encoding, Gaps) and isinstance(weights, HostWeights) and _joins(job):
-        return _decode_together(job.encoding, batch, weights)
+        joint, gains = job.encoding.decode_together([job.for_encoding() for job in batch], weights)
+        return joint, joint.tensors, gains
     entry = job.entry
     old = OldWords(bucket=entry.bucket, weights=weights)
     decoded = job.encoding.decode(
@@ -216,23 +220,6 @@ def _decode(
     updates = list(find(entry.bucket, decoded))
     gains = np.array([update_gain(update, weights) for update in updates])
     return updates, [update.tensor for update in updates], gains
-
-
-def _decode_together(
-    gaps: Gaps, batch: Sequence[_Job], weights: HostWeights
-) -> tuple[JointUpdate, Tensors, Gains]:
-    payloads = [
-        Payload(job.payload, job.entry.bucket, job.entry.num_changed, job.what) for job in batch
-    ]
-    found = gaps.decode_together(payloads, weights)
-    joint = JointUpdate(
-        tensors=found.tensors,
-        ends=found.ends,
-        positions=found.positions,
-        new=found.new,
-        old=found.old,
-    )
-    return joint, found.tensors, found.gains
 
 
 def _whole_slices(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpdate]:

@@ -6,7 +6,7 @@ Both are numbers of one paired stream where that pays, and of a stream each othe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ from stitch.codec.streams import (
     write_numbers,
 )
 from stitch.codec.ulp import is_ordered_by_sign
-from stitch.codec.words import SIGNED_DTYPES, WORD_DTYPES, Positions, Words
+from stitch.codec.update import JointUpdate
+from stitch.codec.words import SIGNED_DTYPES, WORD_DTYPES, Positions
 from stitch.errors import CorruptPatchError
 from stitch.tensors.host import HostWeights
 
@@ -34,22 +35,6 @@ GAP_DTYPE = np.dtype("<u4")
 def step_dtype(word_bytes: int) -> np.dtype[np.signedinteger[Any]]:
     """Steps of 8-bit words travel as 16-bit numbers, the narrowest that every pcodec takes."""
     return SIGNED_DTYPES[max(2, word_bytes)]
-
-
-class JointChanges(NamedTuple):
-    """The changes of several buckets, slice by slice.
-
-    tensors: (n,) the schema index of each slice's tensor. positions: (k,) from the start of their
-    tensor. old, new: (k,) words. gains: (n, 2) what each slice's tensor gains in digest lanes.
-    ends: (n,) where each slice's changes end.
-    """
-
-    tensors: npt.NDArray[np.int64]
-    positions: Positions
-    old: Words
-    new: Words
-    gains: npt.NDArray[np.uint64]
-    ends: npt.NDArray[np.int64]
 
 
 class Gaps:
@@ -99,8 +84,13 @@ class Gaps:
         narrow = bucket.word_bytes <= MOST_WORD_BYTES
         return narrow and is_ordered_by_sign(bucket.dtype) and is_paired(payload)
 
-    def decode_together(self, payloads: Sequence[Payload], weights: HostWeights) -> JointChanges:
-        """Decode payloads of buckets of one dtype by one compiled call; all of them `joins`."""
+    def decode_together(
+        self, payloads: Sequence[Payload], weights: HostWeights
+    ) -> tuple[JointUpdate, npt.NDArray[np.uint64]]:
+        """Decode payloads of buckets of one dtype by one compiled call; all of them `joins`.
+
+        Also returns what the digest lanes of each slice's tensor gain (n, 2).
+        """
         from stitch.codec import pair_bodies
 
         bodies = [self._body(payload.data, payload.what) for payload in payloads]
@@ -140,7 +130,9 @@ class Gaps:
             if verdict == pairs.BAD_STEPS:
                 raise _bad_steps(detail, num_here, what)
             raise pairs.refusal(verdict, bodies[count], num_here, what)
-        return JointChanges(slices[:, 0], positions, olds, news, gains, ends)
+        tensors = slices[:, 0]
+        joint = JointUpdate(tensors=tensors, ends=ends, positions=positions, new=news, old=olds)
+        return joint, gains
 
     @staticmethod
     def _body(payload: memoryview, what: str) -> memoryview:
