@@ -88,6 +88,9 @@ def test_weights_in_memory_and_others_get_the_same_update(threads: int | None) -
     assert rows(twice) == rows(UpdateSet.compose([alone, UpdateSet([])]))
     copy.deepcopy(together).apply(held)
     assert same_bits(held, new)
+    again = copy.deepcopy(together)
+    assert "updates" not in again.__dict__, "copies would hold everything twice"
+    assert rows(again) == rows(alone)
 
 
 def damaged(

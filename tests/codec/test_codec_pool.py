@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -101,21 +104,85 @@ def test_closing_waits_for_what_runs_and_begins_nothing_more() -> None:
     assert meter.begun == begun <= 6
 
 
-def test_an_error_of_the_items_is_raised_and_nothing_is_left_running() -> None:
+@pytest.mark.parametrize("count", [0, 1, 5, 10])
+def test_an_error_of_the_items_is_raised_and_nothing_is_left_running(count: int) -> None:
     meter = Meter()
 
     def items() -> Iterator[int]:
-        yield from range(10)
+        yield from range(count)
+        time.sleep(0.005)
         raise OSError("no more")
 
     def work(item: int) -> int:
         with meter:
-            time.sleep(0.005)
+            time.sleep(0.02)
             return item
 
     with pytest.raises(OSError, match="no more"):
         list(ordered(work, items(), 3))
     assert meter.running == 0
+    begun = meter.begun
+    time.sleep(0.05)
+    assert meter.begun == begun
+
+
+def test_an_interrupt_of_the_caller_comes_out_at_once() -> None:
+    caller = threading.get_ident()
+    meter = Meter()
+
+    def work(item: int) -> int:
+        with meter:
+            if item == 0:
+                time.sleep(0.1)
+                raise OSError("an error of the first item, in whichever thread")
+            if threading.get_ident() == caller:
+                raise KeyboardInterrupt
+            time.sleep(0.01)
+            return item
+
+    # The caller is given the first item, or, where a helper was faster, interrupted in another.
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        list(ordered(work, range(100), 3))
+    assert meter.running == 0
+    assert meter.begun < 40
+
+    def only_interrupts(item: int) -> int:
+        if threading.get_ident() == caller:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        return item
+
+    with pytest.raises(KeyboardInterrupt):
+        list(ordered(only_interrupts, range(100), 2))
+
+
+def test_what_the_function_holds_is_let_go_at_the_end() -> None:
+    class Large:
+        pass
+
+    def run(fails: bool) -> weakref.ref[Large]:
+        large = Large()
+
+        def work(item: int) -> int:
+            if fails and item > 2:
+                raise OSError(f"{large} {item}")
+            return item
+
+        with contextlib.suppress(OSError):
+            list(ordered(work, range(20), 3))
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        for fails in (False, True):
+            held = run(fails)
+            for _ in range(100):
+                if held() is None:
+                    break
+                time.sleep(0.01)  # until a helper that was asked has come and gone
+            assert held() is None, fails
+    finally:
+        gc.enable()
 
 
 def test_work_inside_work_ends_even_where_all_helpers_are_taken() -> None:
@@ -178,6 +245,26 @@ if not child:
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7, status
 both()
+
+begun, go_on = threading.Event(), threading.Event()
+caller = threading.get_ident()
+
+def slow(item):
+    if threading.get_ident() != caller:
+        begun.set()
+        assert go_on.wait(30)
+    return item
+
+results = ordered(slow, range(4), 2)
+assert next(results) == 0 and begun.wait(30)
+child = os.fork()
+if not child:
+    results.close()
+    os._exit(8)
+go_on.set()
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 8, status
+assert list(results) == [1, 2, 3]
 """
 
 _ENDING = """

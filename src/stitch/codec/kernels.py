@@ -42,6 +42,7 @@ def warm(schema: Schema | None = None) -> None:
     loops.sum_words()
     gap_loops.to_gaps()
     gap_loops.to_positions()
+    gap_loops.first_outside()
     kinds = {(width, ordered) for width in WORD_DTYPES for ordered in (False, True)}
     if schema is not None:
         kinds = {(spec.word_bytes, is_ordered_by_sign(spec.dtype)) for spec in schema.tensors}
@@ -52,6 +53,7 @@ def warm(schema: Schema | None = None) -> None:
         loops.take_steps(word_bytes, False, True)
         gap_loops.to_steps(word_bytes, ordered)
         gap_loops.scatter(word_bytes)
+        gap_loops.scatter_joint(word_bytes)
         pairs.warm(word_bytes, ordered)
         dense_loops.warm(word_bytes, ordered)
         rank_kernels.warm(word_bytes, ordered)

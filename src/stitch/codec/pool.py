@@ -6,6 +6,7 @@ a hundred thousand changes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -32,17 +33,14 @@ class _Helpers:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def start(self, work: Callable[[], None]) -> bool:
-        """Have a thread call `work`, now or later; False if the interpreter is ending."""
+    def ask(self, work: Callable[[], None]) -> None:
+        """Have a thread call `work` some time; perhaps never, if the interpreter is ending."""
         with self._lock:
             if self._pool is None:
                 most = max(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
                 self._pool = ThreadPoolExecutor(most, thread_name_prefix="stitch-codec")
-            try:
+            with contextlib.suppress(RuntimeError):
                 self._pool.submit(work)
-            except RuntimeError:
-                return False
-            return True
 
 
 _helpers = _Helpers()
@@ -58,34 +56,28 @@ os.register_at_fork(after_in_child=_forget_helpers)
 
 
 class _Task(Generic[Item, Result]):
+    """An item, and what became of it."""
+
     def __init__(self, item: Item) -> None:
         self._item: Item | None = item
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._running = threading.Lock()
-        self._running.acquire()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._running.locked()
+        self.is_done = False
 
     def run(self, function: Callable[[Item], Result]) -> None:
+        """An Exception is for whoever wants the result; anything else is raised here as well."""
         try:
             self._result = function(self._item)  # type: ignore[arg-type]
-        except BaseException as error:  # raised again where the result is wanted
+        except BaseException as error:
             self._error = error
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._item = None
-            self._running.release()
+            self.is_done = True
 
-    def drop(self) -> None:
-        """Nobody will run it."""
-        self._item = None
-        self._running.release()
-
-    def wait(self) -> None:
-        with self._running:
-            pass
+    def forget(self) -> None:
+        self._item = self._result = self._error = None
 
     def result(self) -> Result:
         try:
@@ -93,58 +85,74 @@ class _Task(Generic[Item, Result]):
                 raise self._error
             return self._result  # type: ignore[return-value]
         finally:
-            self._result = self._error = None
+            self.forget()
 
 
 class _Run(Generic[Item, Result]):
     """Tasks that nobody has begun, and those who may begin them."""
 
     def __init__(self, function: Callable[[Item], Result], num_helpers: int) -> None:
-        self._function, self._num_helpers = function, num_helpers
-        self._lock = threading.Lock()
+        self._function: Callable[[Item], Result] | None = function
+        self._num_helpers = num_helpers
+        self._process = os.getpid()
+        self._changed = threading.Condition()
         self._left: deque[_Task[Item, Result]] = deque()
-        self._helping = 0
+        self._asked = self._busy = 0
+        """Helpers who have been asked and have not left; those who are at a task."""
 
     def add(self, item: Item) -> _Task[Item, Result]:
         task: _Task[Item, Result] = _Task(item)
-        with self._lock:
+        with self._changed:
             self._left.append(task)
-            wanted = self._helping < self._num_helpers
-            self._helping += wanted
-        if wanted and not _helpers.start(self._help):
-            with self._lock:
-                self._helping -= 1
+            wanted = self._asked < self._num_helpers
+            self._asked += wanted
+        if wanted:
+            _helpers.ask(self._help)
         return task
-
-    def _next(self) -> _Task[Item, Result] | None:
-        with self._lock:
-            return self._left.popleft() if self._left else None
 
     def _help(self) -> None:
         while True:
-            with self._lock:
-                if not self._left:
-                    self._helping -= 1
+            with self._changed:
+                function = self._function
+                if not self._left or function is None:
+                    self._asked -= 1
                     return
                 task = self._left.popleft()
-            task.run(self._function)
-            del task
+                self._busy += 1
+            try:
+                with contextlib.suppress(BaseException):  # whoever wants the result gets it
+                    task.run(function)
+                del task, function
+            finally:
+                with self._changed:
+                    self._busy -= 1
+                    self._changed.notify_all()
+
+    def _run_one(self) -> bool:
+        """Run a task that nobody has begun; False if there is none."""
+        with self._changed:
+            function = self._function
+            if not self._left or function is None:
+                return False
+            task = self._left.popleft()
+        task.run(function)
+        return True
 
     def finish(self, task: _Task[Item, Result]) -> None:
         """Until the task is done, do what nobody has begun; then wait for it."""
         while not task.is_done:
-            mine = self._next()
-            if mine is None:
-                task.wait()
-                return
-            mine.run(self._function)
+            if not self._run_one():
+                with self._changed:
+                    self._changed.wait_for(lambda: task.is_done)
 
     def stop(self) -> None:
-        """Begin nothing more."""
-        with self._lock:
-            stopped, self._left = self._left, deque()
-        for task in stopped:
-            task.drop()
+        """Begin nothing more, and wait for what helpers have begun."""
+        if self._process != os.getpid():
+            return  # after a fork, where the parent's helpers will never be done
+        with self._changed:
+            self._left.clear()
+            self._function = None
+            self._changed.wait_for(lambda: not self._busy)
 
 
 def ordered(
@@ -163,15 +171,13 @@ def ordered(
         return
     source = iter(items)
     run: _Run[Item, Result] = _Run(function, threads - 1)
-    waiting = deque(run.add(item) for item in islice(source, 2 * threads))
+    waiting: deque[_Task[Item, Result]] = deque()
     try:
+        for item in islice(source, 2 * threads):
+            waiting.append(run.add(item))
         while waiting:
             task = waiting.popleft()
-            try:
-                run.finish(task)
-            except BaseException:
-                waiting.appendleft(task)
-                raise
+            run.finish(task)
             result = task.result()
             for item in islice(source, 1):
                 waiting.append(run.add(item))
@@ -180,4 +186,4 @@ def ordered(
     finally:
         run.stop()
         for task in waiting:
-            task.wait()
+            task.forget()

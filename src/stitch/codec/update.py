@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -212,6 +212,10 @@ class UpdateSet:
     ) -> None:
         """Updates in order; or in any order, together with what `joint` updates consist of."""
         self._alone, self._joint = list(updates), list(joint)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles make `updates` anew: they are views of what is joint."""
+        return {name: value for name, value in self.__dict__.items() if name != "updates"}
 
     @property
     def _all(self) -> list[TensorUpdate | JointUpdate]:

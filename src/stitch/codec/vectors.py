@@ -1,6 +1,7 @@
 """Work on 32 bytes at a time, which numba has no name for. Import it only from compiled loops.
 
-LLVM makes of it what the processor has: one AVX2 register, two of SSE2 or NEON.
+LLVM makes of it what the processor has: one AVX2 register, two of SSE2 or NEON. Why the functions
+are around intrinsics, and not intrinsics themselves, is told in :mod:`stitch.codec.intrinsics`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 GROUP = 32
 """Bytes that are worked on at a time."""
@@ -58,11 +59,7 @@ def _sum_halves(builder: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def shift_to_bytes(typingctx, words, shift, mask, groups, out):  # type: ignore[no-untyped-def]
-    """out[i] = words[i] >> shift & mask for GROUP * `groups` words (n,) of up to 32 bits.
-
-    `shift` is less than the bits of a word, and `mask` fits a byte.
-    """
+def _shift_to_bytes(typingctx, words, shift, mask, groups, out):  # type: ignore[no-untyped-def]
     bits = words.dtype.bitwidth
     word = ir.IntType(bits)
 
@@ -88,13 +85,7 @@ def shift_to_bytes(typingctx, words, shift, mask, groups, out):  # type: ignore[
 
 
 @intrinsic
-def tally(typingctx, data, groups, first, counts, row_size, phase):  # type: ignore[no-untyped-def]
-    """Count the bytes from `first` to first + KINDS - 1 in the first GROUP * `groups` of `data`.
-
-    How many bytes of value v are at offsets i with (i + phase) % TALLIES == row is added to
-    counts[row * row_size + v] (uint32). At most MOST_GROUPS groups.
-    """
-
+def _tally(typingctx, data, groups, first, counts, row_size, phase):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         _, groups, first, _, row_size, phase = arguments
         values = [builder.add(first, ir.Constant(_I8, number)) for number in range(KINDS)]
@@ -132,9 +123,7 @@ def tally(typingctx, data, groups, first, counts, row_size, phase):  # type: ign
 
 
 @intrinsic
-def equal_bits(typingctx, data, at, value):  # type: ignore[no-untyped-def]
-    """32 bits: bit i tells whether data[at + i] is the byte `value`."""
-
+def _equal_bits(typingctx, data, at, value):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = _pointer(context, builder, signature.args[0], arguments[0], arguments[1], _BYTES)
         loaded = builder.load(place, align=1)
@@ -145,9 +134,7 @@ def equal_bits(typingctx, data, at, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def outside_bits(typingctx, data, at, first, count):  # type: ignore[no-untyped-def]
-    """32 bits: bit i tells whether the byte data[at + i] is not one of `count` from `first` on."""
-
+def _outside_bits(typingctx, data, at, first, count):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = _pointer(context, builder, signature.args[0], arguments[0], arguments[1], _BYTES)
         above = builder.sub(builder.load(place, align=1), _splat(builder, arguments[2]))
@@ -158,10 +145,45 @@ def outside_bits(typingctx, data, at, first, count):  # type: ignore[no-untyped-
 
 
 @intrinsic
-def one_bits(typingctx, word):  # type: ignore[no-untyped-def]
-    """How many of 32 bits are one."""
-
+def _one_bits(typingctx, word):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.ctpop(arguments[0])
 
     return types.uint32(types.uint32), generate
+
+
+@register_jitable
+def shift_to_bytes(words, shift, mask, groups, out):  # type: ignore[no-untyped-def]
+    """out[i] = words[i] >> shift & mask for GROUP * `groups` words (n,) of up to 32 bits.
+
+    `shift` is less than the bits of a word, and `mask` fits a byte.
+    """
+    return _shift_to_bytes(words, shift, mask, groups, out)
+
+
+@register_jitable
+def tally(data, groups, first, counts, row_size, phase):  # type: ignore[no-untyped-def]
+    """Count the bytes from `first` to first + KINDS - 1 in the first GROUP * `groups` of `data`.
+
+    How many bytes of value v are at offsets i with (i + phase) % TALLIES == row is added to
+    counts[row * row_size + v] (uint32). At most MOST_GROUPS groups.
+    """
+    return _tally(data, groups, first, counts, row_size, phase)
+
+
+@register_jitable
+def equal_bits(data, at, value):  # type: ignore[no-untyped-def]
+    """32 bits: bit i tells whether data[at + i] is the byte `value`."""
+    return _equal_bits(data, at, value)
+
+
+@register_jitable
+def outside_bits(data, at, first, count):  # type: ignore[no-untyped-def]
+    """32 bits: bit i tells whether the byte data[at + i] is not one of `count` from `first` on."""
+    return _outside_bits(data, at, first, count)
+
+
+@register_jitable
+def one_bits(word):  # type: ignore[no-untyped-def]
+    """How many of 32 bits are one."""
+    return _one_bits(word)

@@ -105,7 +105,8 @@ class Gaps:
         num_changed = sum(payload.num_changed for payload in payloads)
         dtype, width = payloads[0].bucket.dtype, payloads[0].bucket.word_bytes
         positions, steps = np.empty(num_changed, np.int64), np.empty(num_changed, np.int16)
-        olds, news = np.empty((2, num_changed), WORD_DTYPES[width])
+        olds = np.empty(num_changed, WORD_DTYPES[width])
+        news = np.empty_like(olds)
         gains = np.zeros((len(slices), 2), np.uint64)
         ends = np.empty(len(slices), np.int64)
         found = np.zeros(2, np.int64)

@@ -57,12 +57,20 @@ class Coded:
 
 def warm(word_bytes: int, ordered: bool) -> None:
     """Compile what words of this kind need, or load it from numba's cache."""
-    from stitch.codec.ranks import class_loops, coder_loops, place_loops, plan_loops, rank_loops
+    from stitch.codec.ranks import (
+        class_loops,
+        coder_loops,
+        place_loops,
+        plan_loops,
+        rank_loops,
+        scale_loops,
+    )
 
     rank_loops.rank_words(word_bytes)
     place_loops.place_words(word_bytes, word_bytes, ordered)
     for make in (
         place_loops.unfold_gaps,
+        scale_loops.spread_blocks,
         class_loops.encode,
         class_loops.decode,
         coder_loops.fold,
