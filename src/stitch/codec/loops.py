@@ -42,6 +42,9 @@ _ROW_SHIFT, _ROW_MASK = np.uint64(ROW_WORDS.bit_length() - 1), np.uint64(ROW_WOR
 _LOG2_LANES = {1: 3, 2: 2, 4: 1, 8: 0}
 """Bytes of an element -> log2 of how many fill a 64-bit word."""
 
+_SCAN_AHEAD = 512
+"""64-bit words between asking for a row and comparing it."""
+
 _AHEAD = 32
 """Changes between asking for an old word and using it, so that cache misses overlap."""
 
@@ -115,6 +118,9 @@ def scan(word_bytes: int) -> Callable[..., Any]:
         for start in range(row, num_rows, BLOCK_ROWS):
             found = 0
             for r in range(start, min(start + BLOCK_ROWS, num_rows)):
+                # Two streams from memory: without this they come at two thirds of the speed.
+                prefetch(old, r * ROW_WORDS + _SCAN_AHEAD)
+                prefetch(new, r * ROW_WORDS + _SCAN_AHEAD)
                 seen = _ZERO
                 for j in range(ROW_WORDS):
                     seen |= old[r, j] ^ new[r, j]
