@@ -222,10 +222,11 @@ def place_words(word_bytes: int, class_bytes: int, ordered: bool) -> Callable[..
             fill_tile(class_words[start : start + size], shift, mask, tile)
             first = origin + start
             phase = first & (LANES - 1)
-            if size == TILE:
-                aim(tile, window)
             # Changes come in swarms: a tile after one with many has many.
-            if window[WIDTH] == 0 or count >= MANY_PLACED:
+            many = count >= MANY_PLACED
+            if size == TILE and not many:
+                aim(tile, window)
+            if many or window[WIDTH] == 0:
                 fill_keys(tile, size, phase, keys)
                 count = _one_by_one(keys, size, waits, now, following, stop, hits, which)
             else:

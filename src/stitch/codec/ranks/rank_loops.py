@@ -80,9 +80,10 @@ def rank_words(word_bytes: int) -> Callable[..., Any]:
             end = at
             while end < positions.size and positions[end] - first < size:
                 end += 1
-            if size == TILE:
+            many = end - at >= MANY_RANKED
+            if size == TILE and not many:
                 aim(tile, window)
-            if window[WIDTH] == 0 or end - at >= MANY_RANKED:
+            if many or window[WIDTH] == 0:
                 fill_keys(tile, size, phase, tile_keys)
                 done = 0
                 while at < end:
