@@ -90,4 +90,5 @@ benchmarks: setup
 	$(BIN)/python -m benchmarks.catchup --json
 
 clean:
+	find src benchmarks -name '*.nb[ic]' -delete  # compiled loops
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
