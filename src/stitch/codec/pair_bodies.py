@@ -1,6 +1,6 @@
 """Compiled loops that read whole bodies of paired streams, and take the steps they tell of.
 
-Import it only through :mod:`stitch.codec.pairs`. See docs/format.md, "Paired streams".
+Import it only inside functions of :mod:`stitch.codec.pairs` and of the encoding. See docs/format.md, "Paired streams".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from stitch.codec.bins import LOWEST_STATE, STATES, TOKENS, TOTAL
+from stitch.codec.bins import LOWEST_STATE, STATES, TOKENS, TOTAL, num_tokens
 from stitch.codec.compiling import UINT, compiled, inlined, input_array, output_array
 from stitch.codec.loops import take_steps
 from stitch.codec.pair_loops import OK as READ
@@ -23,71 +23,51 @@ from stitch.codec.pairs import (
     BAD_STEPS,
     BAD_WIDTHS,
     GAP_BITS,
-    HEAD_BYTES,
     IMPOSSIBLE,
     MOST_FINE,
     MOST_SHIFT,
     OK,
     OTHER_COUNT,
     OUTSIDE,
-    SHORT_HEAD,
     STEP_CLASSES,
     WIDE_STEP,
 )
 
-_STATES_AT, _WORDS_AT = 5, 5 + 4 * STATES
-"""Bytes of the head before the states, and before the number of words."""
-
-
-@register_jitable
-def _number(data, at, size):  # type: ignore[no-untyped-def]
-    """The little-endian number in `size` bytes."""
-    number = np.int64(0)
-    for byte in range(size):
-        number |= np.int64(data[at + byte]) << (8 * byte)
-    return number
+_num_tokens = register_jitable(num_tokens)
 
 
 @cache
 def read_body() -> Callable[..., Any]:
-    """(data, begin, end, positions, steps) -> OK, or why it is not the body of so many changes.
+    """(data, body, positions, steps) -> OK, or why it is not the body of so many changes.
 
-    The body is data[begin:end]; at least SPARE_BYTES follow it in `data`. The changes go to
-    positions (k,) and steps (k,).
+    `data` and `body`, a row, are as `pairs.opened` makes them. The changes go to positions (k,) and
+    steps (k,).
     """
 
-    def loop(data, begin, end, positions, steps):  # type: ignore[no-untyped-def]
-        if end - begin < HEAD_BYTES:
-            return SHORT_HEAD
-        shift, fine = np.int64(data[begin]), np.int64(data[begin + 1])
-        last_class, last = np.int64(data[begin + 2]), _number(data, begin + 3, 2)
+    def loop(data, body, positions, steps):  # type: ignore[no-untyped-def]
+        start, end = body[0], body[1]
+        shift, fine, last_class, last = body[2], body[3], body[4], body[5]
+        states, num_words = body[6 : 6 + STATES], body[6 + STATES]
         if shift > MOST_SHIFT or fine > MOST_FINE or last_class >= STEP_CLASSES:
             return IMPOSSIBLE
-        if last >= ((GAP_BITS + 1 - fine) << fine) * (last_class + 1):
+        if last >= _num_tokens(GAP_BITS, fine) * (last_class + 1):
             return IMPOSSIBLE
         slots = np.empty(TOTAL, np.uint32)
         least = np.empty(TOKENS, np.uint32)
         sizes = np.empty(TOKENS, np.uint16)
-        start = begin + HEAD_BYTES
         table_bytes = fill_slots(
             data[start:end], last + 1, last_class + 1, fine, slots, least, sizes
         )
         if table_bytes < 0:
             return BAD_WIDTHS
         start += table_bytes
-        num_words = _number(data, begin + _WORDS_AT, 4)
         bits_start = start + 2 * num_words
-        left = np.empty(STATES, np.uint64)
-        lowest = np.int64(LOWEST_STATE)
-        for i in range(STATES):
-            state = _number(data, begin + _STATES_AT + 4 * i, 4)
-            left[i] = np.uint64(state)
-            lowest = min(lowest, state)
-        if bits_start > end or lowest < LOWEST_STATE:
+        if bits_start > end or states.min() < LOWEST_STATE:
             return BAD_PARTS
         num_bits = 8 * (end - bits_start)
         if positions.size > num_bits:  # each change has at least one
             return OTHER_COUNT
+        left = states.astype(np.uint64)
         words = data[start : bits_start + 2 * STATES].view(np.uint16)
         ends = np.zeros(3, np.uint64)
         address = np.uint64(data.ctypes.data) + np.uint64(bits_start)
@@ -108,8 +88,7 @@ def read_body() -> Callable[..., Any]:
         loop,
         types.int64,
         input_array(types.uint8),
-        types.int64,
-        types.int64,
+        input_array(types.int64),
         output_array(types.int64),
         output_array(types.int16),
     )
@@ -117,26 +96,25 @@ def read_body() -> Callable[..., Any]:
 
 @cache
 def take_changes(word_bytes: int, ordered: bool) -> Callable[..., Any]:
-    """(data, bodies, places, positions, steps, olds, news, gains, ends, found) -> how many are OK.
+    """(data, bodies, buckets, places, positions, steps, olds, news, gains, ends, found) -> number.
 
-    Reads bodies one after another and takes their steps, as `loops.take_steps` does, and stops at
-    the first that is not OK: found (2,) says why, and the position that is OUTSIDE or the number of
-    BAD_STEPS. bodies (n, 5): where each begins and ends in `data`, see `read_body`, its changes,
-    and the slices and elements of its bucket. places (m, 4) are those of all slices; what they gain
-    goes to gains (m, 2), where each one's positions end to ends (m,).
+    Reads bodies, n rows, one after another and takes their steps, as `loops.take_steps` does, and
+    returns how many were OK before one was not: found (2,) says why, and the position
+    that is OUTSIDE or the number of BAD_STEPS. buckets (n, 3): the changes, slices and elements of
+    each. places (m, 4) are those of all slices; what they gain goes to gains (m, 2), where each
+    one's positions end to ends (m,).
     """
-    body, take = inlined(read_body()), inlined(take_steps(word_bytes, ordered))
+    read_one, take = inlined(read_body()), inlined(take_steps(word_bytes, ordered))
 
-    def loop(data, bodies, places, positions, steps, olds, news, gains, ends, found):  # type: ignore[no-untyped-def]
+    def loop(data, bodies, buckets, places, positions, steps, olds, news, gains, ends, found):  # type: ignore[no-untyped-def]
         lo, row = np.int64(0), np.int64(0)
         for i in range(bodies.shape[0]):
-            begin, end = bodies[i, 0], bodies[i, 1]
-            hi, last_row = lo + bodies[i, 2], row + bodies[i, 3]
+            hi, last_row = lo + buckets[i, 0], row + buckets[i, 1]
             here = positions[lo:hi]
-            found[0] = body(data, begin, end, here, steps[lo:hi])
+            found[0] = read_one(data, bodies[i], here, steps[lo:hi])
             if found[0] != OK:
                 return i
-            if here[here.size - 1] >= bodies[i, 4]:
+            if here[here.size - 1] >= buckets[i, 2]:
                 found[0], found[1] = OUTSIDE, here[here.size - 1]
                 return i
             bad = take(
@@ -156,6 +134,7 @@ def take_changes(word_bytes: int, ordered: bool) -> Callable[..., Any]:
         loop,
         types.int64,
         input_array(types.uint8),
+        input_array(types.int64, 2),
         input_array(types.int64, 2),
         input_array(types.int64, 2),
         output_array(types.int64),

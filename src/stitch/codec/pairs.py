@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,6 @@ _FEW, _DENSE = 4096, 8
 """Changes, and elements for each change, below which other streams are smaller."""
 
 _HEAD = struct.Struct("<BBBH4II")
-HEAD_BYTES = _HEAD.size
 SPARE_BYTES = 32
 """Bytes after the end that a reader may look at before it finds out that it is there."""
 _BYTES_EACH = 6
@@ -44,7 +44,6 @@ _BYTES_EACH = 6
 
 (
     OK,
-    SHORT_HEAD,
     IMPOSSIBLE,
     BAD_WIDTHS,
     BAD_PARTS,
@@ -52,7 +51,7 @@ _BYTES_EACH = 6
     WIDE_STEP,
     OUTSIDE,
     BAD_STEPS,
-) = range(9)
+) = range(8)
 """What is found in a body, and, by the last two, of the changes that it tells of."""
 
 
@@ -130,53 +129,53 @@ def read(body: memoryview, count: int, what: str) -> tuple[Positions, Steps]:
     """
     from stitch.codec import pair_bodies
 
-    check_room(body, count, what)
-    data, ((begin, end),) = padded([body])
+    data, rows = opened([Body(body, count, what)])
     positions, steps = np.empty(count, np.int64), np.empty(count, np.int16)
-    verdict = pair_bodies.read_body()(data, begin, end, positions, steps)
+    verdict = pair_bodies.read_body()(data, rows[0], positions, steps)
     if verdict != OK:
-        raise refusal(verdict, body, count, what)
+        raise refusal(verdict, Body(body, count, what))
     return positions, steps
 
 
-def check_room(body: memoryview, count: int, what: str) -> None:
-    """Raise CorruptPatchError if a body is too short, before a caller makes room for `count`."""
-    if len(body) < HEAD_BYTES:
-        raise refusal(SHORT_HEAD, body, count, what)
-    if count > 8 * len(body):
-        raise refusal(OTHER_COUNT, body, count, what)
+class Body(NamedTuple):
+    """The body of a stream that should hold so many changes; `what` names it in errors."""
+
+    data: memoryview
+    num_changed: int
+    what: str
 
 
-def padded(bodies: Sequence[memoryview]) -> tuple[npt.NDArray[np.uint8], list[tuple[int, int]]]:
-    """Bodies with SPARE_BYTES of zeros after each, and where each begins and ends."""
-    data = np.empty(sum(map(len, bodies)) + SPARE_BYTES * len(bodies), np.uint8)
-    spans, begin = [], 0
+def opened(bodies: Sequence[Body]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Bodies with SPARE_BYTES of zeros after each, and what loops need to know of them.
+
+    That is a row for each: where it begins, after its head, and ends, and the fields of its head.
+    Raises CorruptPatchError if one is too short: before a caller makes room for its changes.
+    """
+    data = np.empty(sum(len(body.data) + SPARE_BYTES for body in bodies), np.uint8)
+    rows, begin = [], 0
     for body in bodies:
-        end = begin + len(body)
-        data[begin:end] = np.frombuffer(body, np.uint8)
+        size = len(body.data)
+        if size < _HEAD.size:
+            raise CorruptPatchError(f"{body.what}: {size} bytes are too few for a paired stream")
+        if body.num_changed > 8 * size:
+            raise refusal(OTHER_COUNT, body)
+        end = begin + size
+        data[begin:end] = np.frombuffer(body.data, np.uint8)
         data[end : end + SPARE_BYTES] = 0
-        spans.append((begin, end))
+        rows.append((begin + _HEAD.size, end, *_HEAD.unpack_from(body.data)))
         begin = end + SPARE_BYTES
-    return data, spans
+    return data, np.array(rows, np.int64)
 
 
-def refusal(verdict: int, body: memoryview, count: int, what: str) -> CorruptPatchError:
-    """What is wrong with a body that should hold `count` changes."""
-    if verdict == SHORT_HEAD:
-        return CorruptPatchError(f"{what}: {len(body)} bytes are too few for a paired stream")
-    shift, fine, last_class, last, *_ = _HEAD.unpack_from(body)
-    if verdict == IMPOSSIBLE:
-        problem = (
-            f"{last + 1} pairs of {last_class + 1} classes, of {fine} bits, shifted by {shift}, "
-            "cannot be"
-        )
-    elif verdict == BAD_WIDTHS:
-        problem = f"widths of {last + 1} pairs do not sum to {TOTAL}"
-    elif verdict == BAD_PARTS:
-        problem = "the parts of a paired stream do not fit its length"
-    elif verdict == WIDE_STEP:
-        problem = "a step of a paired stream has more than 16 bits"
-    else:
-        assert verdict == OTHER_COUNT
-        problem = f"the paired stream does not hold {count} changes"
-    return CorruptPatchError(f"{what}: {problem}")
+def refusal(verdict: int, body: Body) -> CorruptPatchError:
+    """What is wrong with a body that has been opened."""
+    shift, fine, last_class, last, *_ = _HEAD.unpack_from(body.data)
+    problems = {
+        IMPOSSIBLE: f"{last + 1} pairs of {last_class + 1} classes, of {fine} bits, shifted by "
+        f"{shift}, cannot be",
+        BAD_WIDTHS: f"widths of {last + 1} pairs do not sum to {TOTAL}",
+        BAD_PARTS: "the parts of a paired stream do not fit its length",
+        OTHER_COUNT: f"the paired stream does not hold {body.num_changed} changes",
+        WIDE_STEP: "a step of a paired stream has more than 16 bits",
+    }
+    return CorruptPatchError(f"{body.what}: {problems[verdict]}")

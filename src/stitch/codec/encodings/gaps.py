@@ -93,13 +93,14 @@ class Gaps:
         """
         from stitch.codec import pair_bodies
 
-        bodies = [self._body(payload.data, payload.what) for payload in payloads]
-        for body, payload in zip(bodies, payloads, strict=True):
-            pairs.check_room(body, payload.num_changed, payload.what)
-        data, spans = pairs.padded(bodies)
-        rows = [
-            (*span, payload.num_changed, len(payload.bucket.slices), payload.bucket.num_elements)
-            for span, payload in zip(spans, payloads, strict=True)
+        bodies = [
+            pairs.Body(self._body(payload.data, payload.what), payload.num_changed, payload.what)
+            for payload in payloads
+        ]
+        data, rows = pairs.opened(bodies)
+        buckets = [
+            (payload.num_changed, len(payload.bucket.slices), payload.bucket.num_elements)
+            for payload in payloads
         ]
         slices = np.concatenate([payload.bucket.table for payload in payloads])
         num_changed = sum(payload.num_changed for payload in payloads)
@@ -113,7 +114,8 @@ class Gaps:
         take = pair_bodies.take_changes(width, is_ordered_by_sign(dtype))
         count = take(
             data,
-            np.array(rows, np.int64),
+            rows,
+            np.array(buckets, np.int64),
             places_in(weights, slices),
             positions,
             steps,
@@ -130,7 +132,7 @@ class Gaps:
                 raise _outside(detail, bucket, what)
             if verdict == pairs.BAD_STEPS:
                 raise _bad_steps(detail, num_here, what)
-            raise pairs.refusal(verdict, bodies[count], num_here, what)
+            raise pairs.refusal(verdict, bodies[count])
         tensors = slices[:, 0]
         joint = JointUpdate(tensors=tensors, ends=ends, positions=positions, new=news, old=olds)
         return joint, gains
