@@ -20,7 +20,7 @@ from stitch.codec.intrinsics import prefetch
 _WORDS, _INT32 = types.uint16, types.int32
 _ZERO = np.uint64(0)
 _AHEAD = 256
-"""64-bit words between asking for a row and comparing it; measured, as everything here."""
+"""64-bit words between asking for a row and comparing it."""
 
 
 @cache

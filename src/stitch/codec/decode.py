@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +15,13 @@ from stitch.codec.changes import bounds_by_slice
 from stitch.codec.compose import compact
 from stitch.codec.digest import DigestState, update_gain
 from stitch.codec.encodings import (
-    ENCODINGS,
     DecodedChanges,
     Encoding,
+    Joining,
     OldWords,
+    Payload,
     encoding_named,
 )
-from stitch.codec.encodings.gaps import Gaps
-from stitch.codec.encodings.port import Payload
 from stitch.codec.patch import (
     Entry,
     PatchHeader,
@@ -49,19 +50,15 @@ class _Job:
     entry: Entry
     encoding: Encoding
     payload: memoryview
-    part: int
-    number: int
-
-    @property
-    def what(self) -> str:
-        return _named(self.part, self.number, self.entry)
-
-    def for_encoding(self) -> Payload:
-        return Payload(self.payload, self.entry.bucket, self.entry.num_changed, self.what)
+    what: str
 
 
-def _named(part: int, number: int, entry: Entry) -> str:
-    return f"patch part {part}, bucket {number} ({entry.bucket})"
+@dataclass(frozen=True)
+class _Batch:
+    """What a thread does at a time: one job, or several that `together` takes."""
+
+    jobs: list[_Job]
+    together: Joining | None = None
 
 
 def decode_parts(
@@ -144,36 +141,36 @@ def _check_parts(
 
 def _jobs(view: memoryview, header: PatchHeader) -> Iterator[_Job]:
     for number, entry in enumerate(header.buckets):
-        encoding = ENCODINGS.get(entry.encoding)
-        if encoding is None:
-            encoding = encoding_named(entry.encoding, _named(header.part, number, entry))
+        what = f"patch part {header.part}, bucket {number} ({entry.bucket})"
+        encoding = encoding_named(entry.encoding, what)
         payload = view[entry.offset : entry.offset + entry.num_bytes]
-        yield _Job(entry=entry, encoding=encoding, payload=payload, part=header.part, number=number)
+        yield _Job(entry=entry, encoding=encoding, payload=payload, what=what)
 
 
-def _batches(jobs: Sequence[_Job], weights: WeightReader, threads: int) -> list[list[_Job]]:
-    """What a thread does at a time, the most work first: jobs that can be done together, or one."""
+def _batches(jobs: Sequence[_Job], weights: WeightReader, threads: int) -> list[_Batch]:
+    """All jobs, the most work first."""
     if not isinstance(weights, HostWeights):
-        return [[job] for job in jobs]
-    joining = [job for job in jobs if _joins(job)]
-    most = sum(job.entry.num_changed for job in joining)
+        return [_Batch([job]) for job in jobs]
+    alone, joining = [], defaultdict(list)
+    for job in jobs:
+        encoding, bucket = job.encoding, job.entry.bucket
+        if isinstance(encoding, Joining) and encoding.joins(job.payload, bucket):
+            joining[encoding, bucket.dtype].append(job)
+        else:
+            alone.append(_Batch([job]))
+    most = sum(map(_work, itertools.chain.from_iterable(joining.values())))
     if threads > 1:
         most = max(_LITTLE_WORK, most // (2 * threads))
-    most = min(most, _MOST_TOGETHER)
-    batches = [[job] for job in jobs if not _joins(job)]
-    left, dtype = 0, ""
-    for job in joining:
-        num_changed = job.entry.num_changed
-        if num_changed > left or job.entry.bucket.dtype != dtype:
-            batches.append([])
-            left, dtype = most, job.entry.bucket.dtype
-        batches[-1].append(job)
-        left -= num_changed
-    return sorted(batches, key=lambda batch: sum(map(_work, batch)), reverse=True)
-
-
-def _joins(job: _Job) -> bool:
-    return isinstance(job.encoding, Gaps) and job.encoding.joins(job.payload, job.entry.bucket)
+    batches = alone
+    for (encoding, _), group in joining.items():
+        left = 0
+        for job in group:
+            if _work(job) > left:
+                batches.append(_Batch([], encoding))
+                left = min(most, _MOST_TOGETHER)
+            batches[-1].jobs.append(job)
+            left -= _work(job)
+    return sorted(batches, key=lambda batch: sum(map(_work, batch.jobs)), reverse=True)
 
 
 def _work(job: _Job) -> int:
@@ -184,40 +181,45 @@ def _work(job: _Job) -> int:
 
 
 def _decode(
-    batch: Sequence[_Job], weights: WeightReader
+    batch: _Batch, weights: WeightReader
 ) -> tuple[list[TensorUpdate] | JointUpdate, Sequence[int] | Tensors, Gains]:
-    """The changes of some buckets; tensors (n,), and what their lanes gain (n, 2).
-
-    There are several buckets only if they can be decoded together.
-    """
-    for job in batch:
-        found = payload_checksum(job.payload)
-        if found != job.entry.checksum:
+    """The changes of some buckets; tensors (n,), and what their lanes gain (n, 2)."""
+    for job in batch.jobs:
+        checksum = payload_checksum(job.payload)
+        if checksum != job.entry.checksum:
             raise CorruptPatchError(
-                f"{job.what}: payload has checksum {found}, the table says {job.entry.checksum}"
+                f"{job.what}: payload has checksum {checksum}, the table says {job.entry.checksum}"
             )
-    job = batch[0]
-    if isinstance(job.encoding, Gaps) and isinstance(weights, HostWeights) and _joins(job):
-        joint, gains = job.encoding.decode_together([job.for_encoding() for job in batch], weights)
+    if batch.together is not None and isinstance(weights, HostWeights):
+        payloads = [
+            Payload(job.payload, job.entry.bucket, job.entry.num_changed, job.what)
+            for job in batch.jobs
+        ]
+        joint, gains = batch.together.decode_together(payloads, weights)
         return joint, joint.tensors, gains
-    entry = job.entry
-    old = OldWords(bucket=entry.bucket, weights=weights)
+    (job,) = batch.jobs
+    bucket = job.entry.bucket
+    old = OldWords(bucket=bucket, weights=weights)
     decoded = job.encoding.decode(
-        job.payload, num_changed=entry.num_changed, old=old, what=job.what
+        job.payload, num_changed=job.entry.num_changed, old=old, what=job.what
     )
     decoded = old.with_gains(decoded)
-    if decoded.positions is not None and decoded.gains is not None and decoded.ends is not None:
-        tensors = entry.bucket.table[:, 0]
+    if decoded.positions is None:
+        updates = list(_whole_slices(bucket, decoded))
+    else:
+        ends = decoded.ends
+        if ends is None:
+            ends = _move_into_tensors(bucket, decoded.positions)
         joint = JointUpdate(
-            tensors=tensors,
-            ends=decoded.ends,
+            tensors=bucket.table[:, 0],
+            ends=ends,
             positions=decoded.positions,
             new=decoded.new,
             old=decoded.old,
         )
-        return joint, tensors, decoded.gains
-    find = _whole_slices if decoded.positions is None else _listed
-    updates = list(find(entry.bucket, decoded))
+        if decoded.gains is not None:
+            return joint, joint.tensors, decoded.gains
+        updates = list(joint.updates())
     gains = np.array([update_gain(update, weights) for update in updates])
     return updates, [update.tensor for update in updates], gains
 
@@ -240,32 +242,13 @@ def _whole_slices(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpd
         offset = end
 
 
-def _listed(bucket: Bucket, decoded: DecodedChanges) -> Iterator[TensorUpdate]:
-    """Slice by slice; slices without changes are left out."""
-    assert decoded.positions is not None
-    ends = _move_into_tensors(bucket, decoded.positions)
-    lo = 0
-    for piece, hi in zip(bucket.slices, ends, strict=True):
-        if hi > lo:
-            yield TensorUpdate(
-                tensor=piece.tensor,
-                positions=decoded.positions[lo:hi],
-                new=decoded.new[lo:hi],
-                old=decoded.old[lo:hi],
-            )
-        lo = hi
-
-
-def _move_into_tensors(bucket: Bucket, positions: Positions) -> list[int]:
+def _move_into_tensors(bucket: Bucket, positions: Positions) -> npt.NDArray[np.int64]:
     """Where the positions of each slice end. Makes them count from their tensors' starts."""
-    ends = []
-    for piece, (lo, hi, offset) in zip(
-        bucket.slices, bounds_by_slice(bucket, positions), strict=True
-    ):
+    bounds = bounds_by_slice(bucket, positions)
+    for piece, (lo, hi, offset) in zip(bucket.slices, bounds, strict=True):
         if offset != piece.start:
             positions[lo:hi] += piece.start - offset
-        ends.append(hi)
-    return ends
+    return np.array([hi for _, hi, _ in bounds], np.int64)
 
 
 def _check_after(after: DigestState, stated: str | None, wanted: str | None) -> None:

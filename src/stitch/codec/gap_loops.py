@@ -101,20 +101,20 @@ def scatter(word_bytes: int) -> Callable[..., Any]:
 
 
 @cache
-def first_outside() -> Callable[..., Any]:
-    """(extents, ends, positions) -> the first slice with a position outside, or -1."""
+def are_inside() -> Callable[..., Any]:
+    """(extents, ends, positions) -> whether all are inside, see `kernels`."""
 
     def loop(extents, ends, positions):  # type: ignore[no-untyped-def]
         lo = np.int64(0)
         for row in range(ends.size):
             hi = ends[row]
             if hi > lo and (positions[lo] < 0 or positions[hi - 1] >= extents[row, 1]):
-                return row
+                return False
             lo = hi
-        return -1
+        return True
 
     numbers = input_array(types.int64)
-    return compiled(loop, types.int64, input_array(types.int64, 2), numbers, numbers)
+    return compiled(loop, types.boolean, input_array(types.int64, 2), numbers, numbers)
 
 
 @cache

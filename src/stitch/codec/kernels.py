@@ -42,7 +42,7 @@ def warm(schema: Schema | None = None) -> None:
     loops.sum_words()
     gap_loops.to_gaps()
     gap_loops.to_positions()
-    gap_loops.first_outside()
+    gap_loops.are_inside()
     kinds = {(width, ordered) for width in WORD_DTYPES for ordered in (False, True)}
     if schema is not None:
         kinds = {(spec.word_bytes, is_ordered_by_sign(spec.dtype)) for spec in schema.tensors}
@@ -255,18 +255,18 @@ def scatter(positions: Positions, values: Words, target: Words) -> int:
     return int(gap_loops.scatter(target.itemsize)(positions, values, target))
 
 
-def first_outside(
+def are_inside(
     extents: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], positions: Positions
-) -> int:
-    """The first of ascending slices that has a position outside its tensor, or -1.
+) -> bool:
+    """Whether positions (k,) that ascend in each slice are inside its tensor.
 
-    The changes of each end at ascending `ends` (n,) in positions (k,). `extents` (n, 2): the
-    address of each one's first word, and its words.
+    The slices' changes end at ascending `ends` (n,). `extents` (n, 2): the address of the first
+    word of each one's tensor, and its words.
     """
     from stitch.codec import gap_loops
 
     assert positions.size == ends[-1]
-    return int(gap_loops.first_outside()(extents, ends, positions))
+    return bool(gap_loops.are_inside()(extents, ends, positions))
 
 
 def scatter_joint(
@@ -277,7 +277,7 @@ def scatter_joint(
     lo: int,
     hi: int,
 ) -> None:
-    """Put `values[lo:hi]` (k,) at `positions` of tensors; arguments as for `first_outside`.
+    """Put `values[lo:hi]` (k,) at `positions` of tensors; arguments as for `are_inside`.
 
     Whoever calls keeps the memory of the tensors alive. ValueError, before anything outside is
     written, if a position is.

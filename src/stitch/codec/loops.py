@@ -118,7 +118,7 @@ def scan(word_bytes: int) -> Callable[..., Any]:
         for start in range(row, num_rows, BLOCK_ROWS):
             found = 0
             for r in range(start, min(start + BLOCK_ROWS, num_rows)):
-                # Two streams from memory: without this they come at two thirds of the speed.
+                # Both come from memory, and faster than the processor would fetch them by itself.
                 prefetch(old, r * ROW_WORDS + _SCAN_AHEAD)
                 prefetch(new, r * ROW_WORDS + _SCAN_AHEAD)
                 seen = _ZERO

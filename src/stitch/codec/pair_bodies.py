@@ -1,6 +1,7 @@
 """Compiled loops that read whole bodies of paired streams, and take the steps they tell of.
 
-Import it only inside functions of :mod:`stitch.codec.pairs` and of the encoding. See docs/format.md, "Paired streams".
+Import it only inside functions, of :mod:`stitch.codec.pairs` and of the encoding that takes the
+steps. See docs/format.md, "Paired streams".
 """
 
 from __future__ import annotations

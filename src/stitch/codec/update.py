@@ -164,9 +164,10 @@ class JointUpdate:
     def check_targets(self, weights: HostWeights) -> None:
         """Raise UsageError unless the update fits the tensors, and may be written there."""
         targets = map(weights.words_at, self.tensors.tolist())
-        dtype = self.new.dtype
-        if not all(words.dtype == dtype and words.flags.writeable for words in targets) or (
-            kernels.first_outside(weights.extents[self.tensors], self.ends, self.positions) >= 0
+        dtype, extents = self.new.dtype, weights.extents
+        if not (
+            all(words.dtype == dtype and words.flags.writeable for words in targets)
+            and kernels.are_inside(extents[self.tensors], self.ends, self.positions)
         ):
             for update in self.updates():
                 update.check_target(weights.words_at(update.tensor))

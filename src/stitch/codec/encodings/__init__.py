@@ -10,11 +10,19 @@ from collections.abc import Mapping
 
 from stitch.codec.encodings.dense import Dense
 from stitch.codec.encodings.gaps import Gaps
-from stitch.codec.encodings.port import DecodedChanges, Encoding, OldWords
+from stitch.codec.encodings.port import DecodedChanges, Encoding, Joining, OldWords, Payload
 from stitch.codec.encodings.ranks import Ranks
 from stitch.errors import UnsupportedFormatError
 
-__all__ = ["ENCODINGS", "DecodedChanges", "Encoding", "OldWords", "encoding_named"]
+__all__ = [
+    "ENCODINGS",
+    "DecodedChanges",
+    "Encoding",
+    "Joining",
+    "OldWords",
+    "Payload",
+    "encoding_named",
+]
 
 ENCODINGS: Mapping[str, Encoding] = {"gaps": Gaps(), "ranks": Ranks(), "dense": Dense()}
 """Name in the table -> encoding. A bucket without changes is absent from the table."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from stitch.codec import kernels
 from stitch.codec.buckets import ALIGNMENT, DEFAULT_BUCKET_ELEMENTS, Bucket, Slice
 from stitch.codec.changes import BucketChanges, bounds_by_slice, read_slice
+from stitch.codec.update import JointUpdate
 from stitch.codec.words import WORD_DTYPES, Positions, Words
 from stitch.tensors.host import HostWeights
 from stitch.tensors.reader import WeightReader
@@ -191,5 +192,23 @@ class Encoding(Protocol):
         `num_changed` is in 1..num_elements of the bucket; its slices are inside the tensors. All
         else is untrusted: raises CorruptPatchError (starting with `what`) unless positions ascend
         inside the bucket, every listed word changes, and no byte is left over.
+        """
+        ...
+
+
+@runtime_checkable
+class Joining(Encoding, Protocol):
+    """An encoding that decodes payloads of several buckets together, faster than one by one."""
+
+    def joins(self, payload: memoryview, bucket: Bucket) -> bool:
+        """Whether `decode_together` takes this payload."""
+        ...
+
+    def decode_together(
+        self, payloads: Sequence[Payload], weights: HostWeights
+    ) -> tuple[JointUpdate, npt.NDArray[np.uint64]]:
+        """As `decode`, for payloads of one dtype that `joins` was asked about, each of any bytes.
+
+        Also returns what the digest lanes of each slice's tensor gain (n, 2).
         """
         ...

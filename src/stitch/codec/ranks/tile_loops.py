@@ -43,7 +43,6 @@ MANY_RANKED, MANY_PLACED = 48, 9
 """Changes of a tile from which on it is cheaper to go through its elements one by one: where the
 changes are known, and where they are to be found."""
 
-_ONE = np.uint32(1)
 _LOW_BIT = np.uint32(1)
 _EVERY_LANE = np.uint32(sum(1 << bit for bit in range(0, GROUP, LANES)))
 _MOST_PASSES = 3
