@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -246,35 +245,28 @@ def test_wrong_arguments_are_named() -> None:
 
 
 class Watched(Slow):
-    """Counts the reads that have begun, and those that have not ended."""
+    """Counts the reads that have begun, and those that have not ended; the first two meet."""
 
     def __init__(self, weights: HostWeights, broken_from: int | None = None) -> None:
         super().__init__(weights)
         self._broken_from = broken_from
-        self._lock = threading.Lock()
+        self._lock, self._barrier = threading.Lock(), threading.Barrier(2)
         self.begun = self.in_flight = 0
 
     def read(self, name: str, start: int, stop: int) -> Any:
         with self._lock:
             self.begun += 1
             self.in_flight += 1
+            meets = self.begun <= 2
         try:
-            time.sleep(0.01)
+            if meets:
+                self._barrier.wait(30)
             if self._broken_from is not None and start > self._broken_from:
                 raise OSError("gone")
             return super().read(name, start, stop)
         finally:
             with self._lock:
                 self.in_flight -= 1
-
-    def is_left_alone(self) -> bool:
-        """Whether nobody reads, and nobody does for a while."""
-        begun = self.begun
-        assert begun > 0
-        if self.in_flight:
-            return False
-        time.sleep(0.1)
-        return self.begun == begun
 
 
 def test_a_failing_reader_fails_the_encoder_and_nothing_more_is_read() -> None:
@@ -283,7 +275,7 @@ def test_a_failing_reader_fails_the_encoder_and_nothing_more_is_read() -> None:
     encoder = PatchEncoder(old, new, max_bucket_elements=64, threads=3)
     with pytest.raises(OSError, match="gone"):
         list(encoder.parts())
-    assert new.is_left_alone()
+    assert new.in_flight == 0
     assert new.begun < 40
 
 
@@ -294,7 +286,7 @@ def test_of_an_abandoned_encoder_nothing_goes_on() -> None:
     parts: Iterator[bytes] = encoder.parts()
     next(parts)
     del parts
-    assert new.is_left_alone()
+    assert new.in_flight == 0
     assert new.begun < 60
 
 

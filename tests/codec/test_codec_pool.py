@@ -8,20 +8,22 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from stitch.codec.pool import ordered
+from stitch.codec.pool import MAX_DEFAULT_THREADS, ordered
+
+WAIT_S = 30
 
 
 class Meter:
-    """How many calls run at a time."""
+    """How many calls have begun, and how many run; the first `together` wait for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: int = 1) -> None:
         self._lock = threading.Lock()
+        self._together, self._barrier = together, threading.Barrier(together)
         self.running = self.most = self.begun = 0
 
     def __enter__(self) -> None:
@@ -29,27 +31,38 @@ class Meter:
             self.running += 1
             self.begun += 1
             self.most = max(self.most, self.running)
+            waits = self.begun <= self._together
+        if waits:
+            self._barrier.wait(WAIT_S)
 
     def __exit__(self, *raised: object) -> None:
         with self._lock:
             self.running -= 1
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 12])
+def check_left_alone(meter: Meter) -> None:
+    """Nothing runs, nor is there anything that a thread might still begin."""
+    assert meter.running == 0
+    begun, everybody = meter.begun, threading.Barrier(MAX_DEFAULT_THREADS)
+    # Whoever has been asked before comes before those who are asked now.
+    assert list(ordered(lambda _: everybody.wait(WAIT_S) < 99, range(8), 8)) == [True] * 8
+    assert (meter.running, meter.begun) == (0, begun)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_results_come_in_order_from_so_many_threads(threads: int) -> None:
-    meter = Meter()
+    meter = Meter(together=threads)
 
     def work(item: int) -> int:
         with meter:
-            time.sleep(0.002 * (item % 3))
             return item * item
 
     assert list(ordered(work, range(40), threads)) == [item * item for item in range(40)]
-    assert meter.begun == 40
-    assert meter.running == 0
-    assert meter.most <= threads
-    if threads > 1:
-        assert meter.most > 1
+    assert (meter.begun, meter.running, meter.most) == (40, 0, threads)
+
+
+def test_more_threads_than_there_are_do_the_same() -> None:
+    assert list(ordered(abs, range(-200, 0), 50)) == list(range(200, 0, -1))
 
 
 def test_no_more_than_twice_the_threads_are_ahead_of_whoever_takes_the_results() -> None:
@@ -67,11 +80,10 @@ def test_no_more_than_twice_the_threads_are_ahead_of_whoever_takes_the_results()
 
 
 def test_the_first_error_comes_in_its_place_and_nothing_is_begun_after_it() -> None:
-    meter = Meter()
+    meter = Meter(together=3)
 
     def work(item: int) -> int:
         with meter:
-            time.sleep(0.005)
             if item in (5, 6):
                 raise OSError(f"item {item}")
             return item
@@ -80,80 +92,65 @@ def test_the_first_error_comes_in_its_place_and_nothing_is_begun_after_it() -> N
     assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(OSError, match="item 5"):
         next(results)
-    assert meter.running == 0
-    begun = meter.begun
-    assert begun <= 5 + 2 * 3
-    time.sleep(0.05)
-    assert meter.begun == begun
+    assert meter.begun <= 5 + 2 * 3
+    check_left_alone(meter)
 
 
 def test_closing_waits_for_what_runs_and_begins_nothing_more() -> None:
-    meter = Meter()
+    meter = Meter(together=3)
 
     def work(item: int) -> int:
         with meter:
-            time.sleep(0.01)
             return item
 
     results = ordered(work, range(1000), 3)
     assert next(iter(results)) == 0
     results.close()  # type: ignore[attr-defined]
-    assert meter.running == 0
-    begun = meter.begun
-    time.sleep(0.05)
-    assert meter.begun == begun <= 6
+    assert meter.begun <= 6
+    check_left_alone(meter)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 10])
 def test_an_error_of_the_items_is_raised_and_nothing_is_left_running(count: int) -> None:
+    """Raised before a result was taken, while others run, or later."""
     meter = Meter()
+    begun, raising = threading.Event(), threading.Event()
 
     def items() -> Iterator[int]:
         yield from range(count)
-        time.sleep(0.005)
+        assert count == 0 or begun.wait(WAIT_S)
+        raising.set()
         raise OSError("no more")
 
     def work(item: int) -> int:
         with meter:
-            time.sleep(0.02)
+            begun.set()
+            assert count > 5 or raising.wait(WAIT_S)
             return item
 
     with pytest.raises(OSError, match="no more"):
         list(ordered(work, items(), 3))
-    assert meter.running == 0
-    begun = meter.begun
-    time.sleep(0.05)
-    assert meter.begun == begun
+    check_left_alone(meter)
 
 
 def test_an_interrupt_of_the_caller_comes_out_at_once() -> None:
+    """Whatever item it was at, and whatever the earlier ones will come to."""
     caller = threading.get_ident()
-    meter = Meter()
+    meter = Meter(together=2)
+    interrupted = threading.Event()
 
     def work(item: int) -> int:
         with meter:
-            if item == 0:
-                time.sleep(0.1)
-                raise OSError("an error of the first item, in whichever thread")
             if threading.get_ident() == caller:
+                interrupted.set()
                 raise KeyboardInterrupt
-            time.sleep(0.01)
-            return item
-
-    # The caller is given the first item, or, where a helper was faster, interrupted in another.
-    with pytest.raises((KeyboardInterrupt, OSError)):
-        list(ordered(work, range(100), 3))
-    assert meter.running == 0
-    assert meter.begun < 40
-
-    def only_interrupts(item: int) -> int:
-        if threading.get_ident() == caller:
-            raise KeyboardInterrupt
-        time.sleep(0.05)
-        return item
+            assert interrupted.wait(WAIT_S)
+            raise OSError("of another thread")
 
     with pytest.raises(KeyboardInterrupt):
-        list(ordered(only_interrupts, range(100), 2))
+        list(ordered(work, range(100), 2))
+    assert meter.begun <= 4
+    check_left_alone(meter)
 
 
 def test_what_the_function_holds_is_let_go_at_the_end() -> None:
@@ -176,10 +173,7 @@ def test_what_the_function_holds_is_let_go_at_the_end() -> None:
     try:
         for fails in (False, True):
             held = run(fails)
-            for _ in range(100):
-                if held() is None:
-                    break
-                time.sleep(0.01)  # until a helper that was asked has come and gone
+            check_left_alone(Meter())  # those who were asked too late have come and gone
             assert held() is None, fails
     finally:
         gc.enable()
@@ -224,7 +218,7 @@ def test_a_result_is_let_go_once_it_was_given_out() -> None:
 
 _FORKING = """
 import os, sys, threading
-from stitch.codec.pool import ordered
+from stitch.codec.pool import MAX_DEFAULT_THREADS, ordered
 
 def work(item):
     seen.add(threading.get_ident())
@@ -269,7 +263,7 @@ assert list(results) == [1, 2, 3]
 
 _ENDING = """
 import atexit, threading
-from stitch.codec.pool import ordered
+from stitch.codec.pool import MAX_DEFAULT_THREADS, ordered
 
 def late():
     assert list(ordered(lambda item: item + 1, range(9), 3)) == list(range(1, 10))
