@@ -134,21 +134,27 @@ def test_an_error_of_the_items_is_raised_and_nothing_is_left_running(count: int)
 
 
 def test_an_interrupt_of_the_caller_comes_out_at_once() -> None:
-    """Whatever item it was at, and whatever the earlier ones will come to."""
+    """Not in the place of the item it was at, after whatever the earlier ones come to."""
     caller = threading.get_ident()
-    meter = Meter(together=2)
-    interrupted = threading.Event()
+    meter = Meter()
+    begun, interrupted = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 0
+        assert begun.wait(WAIT_S)  # by another thread, as the caller is here
+        yield from range(1, 100)
 
     def work(item: int) -> int:
         with meter:
             if threading.get_ident() == caller:
                 interrupted.set()
                 raise KeyboardInterrupt
+            begun.set()
             assert interrupted.wait(WAIT_S)
             raise OSError("of another thread")
 
     with pytest.raises(KeyboardInterrupt):
-        list(ordered(work, range(100), 2))
+        list(ordered(work, items(), 2))
     assert meter.begun <= 4
     check_left_alone(meter)
 
