@@ -48,11 +48,9 @@ class Watched(FakeEngine):
     def __init__(self, weights: HostWeights) -> None:
         super().__init__(weights)
         self.looks: list[tuple[int, tuple[str, ...]]] = []
-        self.begun = 0
         self.refusals = 0
 
     async def verify(self, names: Sequence[str] | None = None) -> VerifyReport:
-        self.begun += 1
         report = await super().verify(names)
         if names is not None and report.ref is not None:
             if self.refusals:
@@ -103,20 +101,32 @@ async def test_a_damaged_live_weight_ends_the_replica_which_says_where(
         assert (status.state, status.ready) == (ReplicaState.FAILED, False)
 
 
-async def test_it_steps_aside_for_a_transaction(published: PublishedRun) -> None:
+async def test_it_steps_aside_for_a_transaction(
+    published: PublishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = watched(published)
     async with replica_of(published, engine, **SOON) as replica:
         await replica.serves(3)
         await until(lambda: engine.looks, "a look")
         committer = replica.app._committer
         assert committer is not None
+        verify, asked = committer.engine.verify, 0
+
+        async def counted(names: Sequence[str] | None = None) -> VerifyReport:
+            nonlocal asked
+            asked += 1
+            return await verify(names)
+
+        # Counted here, not in the engine, which a question reaches when the lock may be taken.
+        monkeypatch.setattr(committer.engine, "verify", counted)
+        await until(lambda: asked, "the next look")
         async with committer.lock:
-            begun = engine.begun  # one may still be under way
+            before = asked
             passed = asyncio.Event()
             asyncio.get_running_loop().call_later(0.05, passed.set)
             await passed.wait()  # fifty intervals
-            assert engine.begun == begun
-        await until(lambda: engine.begun > begun, "the next look")
+            assert asked == before
+        await until(lambda: asked > before, "a look after it")
 
 
 async def test_one_refusal_is_borne_and_many_are_not(published: PublishedRun) -> None:
