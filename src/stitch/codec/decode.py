@@ -15,6 +15,7 @@ from stitch.codec.changes import bounds_by_slice
 from stitch.codec.compose import compact
 from stitch.codec.digest import DigestState, update_gain
 from stitch.codec.encodings import (
+    JOINING,
     DecodedChanges,
     Encoding,
     Joining,
@@ -153,8 +154,8 @@ def _batches(jobs: Sequence[_Job], weights: WeightReader, threads: int) -> list[
         return [_Batch([job]) for job in jobs]
     alone, joining = [], defaultdict(list)
     for job in jobs:
-        encoding, bucket = job.encoding, job.entry.bucket
-        if isinstance(encoding, Joining) and encoding.joins(job.payload, bucket):
+        encoding, bucket = JOINING.get(job.entry.encoding), job.entry.bucket
+        if encoding is not None and encoding.joins(job.payload, bucket):
             joining[encoding, bucket.dtype].append(job)
         else:
             alone.append(_Batch([job]))

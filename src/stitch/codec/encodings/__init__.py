@@ -16,6 +16,7 @@ from stitch.errors import UnsupportedFormatError
 
 __all__ = [
     "ENCODINGS",
+    "JOINING",
     "DecodedChanges",
     "Encoding",
     "Joining",
@@ -26,6 +27,10 @@ __all__ = [
 
 ENCODINGS: Mapping[str, Encoding] = {"gaps": Gaps(), "ranks": Ranks(), "dense": Dense()}
 """Name in the table -> encoding. A bucket without changes is absent from the table."""
+JOINING: Mapping[str, Joining] = {
+    name: encoding for name, encoding in ENCODINGS.items() if isinstance(encoding, Joining)
+}
+"""Those that can decode several buckets together."""
 
 
 def encoding_named(name: str, what: str) -> Encoding:
